@@ -97,8 +97,10 @@ class SidecarCache:
         self._layers: list[_LayerState] = []
         for number, form in enumerate(forms):
             rows = planned.rows(form)
-            make = special.arena if special is not None and number in special else Arena
-            arena = make(rows, self.device_bytes)
+            if special is not None and number in special:
+                arena = special.arena(number, rows, self.device_bytes)
+            else:
+                arena = Arena(rows, self.device_bytes)
             self._layers.append(_LayerState(arena, rows.visible, rereads=form.name == "positions"))
         self._ahead = {n for n, layer in enumerate(self._layers) if layer.arena.looks_ahead}
         self.looks_ahead = bool(self._ahead)
@@ -119,6 +121,11 @@ class SidecarCache:
         self._expect(layer, index, SegmentState.EMPTY)
         self.device = payload[0].device
         layer_state.arena.write(index, payload)
+        self.captured(layer, index)
+
+    def captured(self, layer: int, index: int) -> None:
+        """Marks a segment whose payload is in its layer's arena, or will be by a graph."""
+        layer_state = self._layers[layer]
         layer_state.live.add(index)
         layer_state.states[index] = SegmentState.CAPTURED
 
@@ -159,16 +166,19 @@ class SidecarCache:
 
     def read(self, layer: int, index: int, what: Reading) -> Payload:
         """Rows of other segments: views, or copies if they are not one interval."""
+        layer_state = self.check(layer, index)
+        return layer_state.arena.read(layer_state.visible[index], what)
+
+    def check(self, layer: int, index: int) -> _LayerState:
+        """A layer; raises RuntimeError unless all is there that a segment reads."""
         layer_state = self._layers[layer]
         if not layer_state.live.issuperset(layer_state.visible[index]):
             raise self._closed(layer, index)
-        return layer_state.arena.read(layer_state.visible[index], what)
+        return layer_state
 
     def add(self, layer: int, index: int, what: Reading, gradients: Payload) -> None:
         """Adds gradients to unique rows of other segments, in fp32 or wider."""
-        layer_state = self._layers[layer]
-        if not layer_state.live.issuperset(layer_state.visible[index]):
-            raise self._closed(layer, index)
+        layer_state = self.check(layer, index)
         layer_state.arena.add(layer_state.visible[index], what, gradients)
 
     def take(self, layer: int, index: int) -> Payload | None:

@@ -42,7 +42,7 @@ class ExchangedLayers:
     def near(self, layer: int, backward: bool) -> int:
         return layer
 
-    def arena(self, rows: RowMap, device_bytes: DeviceBytes) -> Arena:
+    def arena(self, layer: int, rows: RowMap, device_bytes: DeviceBytes) -> Arena:
         keeps_all = self._planned.shares < self._planned.parts
         store = GatheredArena if keeps_all else ShardedArena
         return store(self._exchange, rows, device_bytes, self._planned.lengths)

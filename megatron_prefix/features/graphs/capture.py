@@ -21,17 +21,20 @@ class Rehearsal:
         made: what the layer has made in front of cuts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: SegmentGraphs, layer: CutLayer) -> None:
+        self._graphs, self._layer = graphs, layer
         self.made: list[Tensor] = []
 
     def core(
         self,
-        _: Core,
+        run: Core,
         inputs: Sequence[Tensor],
         shape: Sequence[int],
         passing: Sequence[Tensor] = (),
     ) -> Tensor:
         """See Cut."""
+        if self._graphs.has_inside(self._layer):
+            return self._graphs.attended(run, inputs)
         computed = [*inputs, *passing]
         self.made += computed
         return computed[0].new_zeros(shape).requires_grad_()
@@ -62,6 +65,7 @@ class GraphCapture:
     def __init__(self, graphs: SegmentGraphs, layer: CutLayer, x: Tensor) -> None:
         self._graphs, self._layer, self._x = graphs, layer, x
         self._enters = x
+        self._has_core = graphs.has_inside(layer)
         self.pieces, self.cores = list[Piece](), list[Core]()
         self._runs: Piece | None = None
         self._inputs: list[Tensor] = [self._enters]
@@ -83,6 +87,8 @@ class GraphCapture:
         passing: Sequence[Tensor] = (),
     ) -> Tensor:
         """See Cut."""
+        if self._has_core:
+            return self._graphs.attended(run, inputs)
         core_index = self._layer.number, len(self.cores)
         names: list[Any] = [("made", core_index, number) for number in range(len(inputs))]
         names += [
@@ -100,7 +106,7 @@ class GraphCapture:
 
     def entering(self, hidden: Tensor) -> Tensor:
         """See Cut."""
-        if hidden is not self._x or not self._layer.mixes:
+        if hidden is not self._x or not self._layer.mixes or self._has_core:
             return hidden
         # A leaf of its own: what is behind the core is differentiated apart from it.
         self._enters = hidden.detach().requires_grad_()
@@ -133,7 +139,7 @@ class GraphCapture:
             raise CannotCaptureError(OTHER_LAYER)
 
     def _end_last(self, computed: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        if self._layer.mixes != bool(self.cores):
+        if (self._layer.mixes and not self._has_core) != bool(self.cores):
             raise CannotCaptureError("a layer does not call its core")
         if self.cores:
             self._inputs.append(self._x)

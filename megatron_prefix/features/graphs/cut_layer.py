@@ -11,6 +11,7 @@ behind that runs as without graphs: Megatron's own method, with that norm's outp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.features.graphs.kinds import Graphed, graphed
 from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece
+from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.kind import Override, Part
+from megatron_prefix.layers.segment import SegmentContext
 
 OTHER_LAYER = "a layer is put together differently from Megatron's"
 _NORMS = "input_layernorm", "norm"
@@ -36,10 +39,12 @@ class Sides(NamedTuple):
         pieces: in the order in which they run, to the end of the layer or to where its experts
             begin.
         cores: what runs between them.
+        attends: the number of the layer's payload, if its attention is in its graphs.
     """
 
     pieces: Sequence[Piece]
     cores: Sequence[Core]
+    attends: int | None = None
 
 
 class Cut(Protocol):
@@ -87,6 +92,10 @@ class Cuts(Protocol):
 
     cut: Cut | None
 
+    def attending(self, context: SegmentContext) -> AbstractContextManager[None]:
+        """Around core attention that is captured, as of a segment."""
+        ...
+
 
 def can_be_cut(module: Any) -> bool:
     """Whether a layer of experts has what it is cut at."""
@@ -107,6 +116,7 @@ class CutLayer:
         module, number: as given.
         kinds: what fills its slots.
         mixes: whether it has a mixer.
+        attends: whether that is attention which graphs may have inside.
         follows: whether the layer in front of it has graphs, too.
 
     Raises:
@@ -117,6 +127,7 @@ class CutLayer:
         self.stock, self.module, self._owner = module.forward, module, owner
         self.number, self.kinds = number, (mixer.kind, mlp.kind)
         self.mixes, self.follows = mixer.kind is not None, False
+        self.attends = type(mixer.kind) is Attention
         self._apart = None
         if mlp.kind is not None and graphed(mlp.kind, module.config) is Graphed.IN_FRONT:
             if not can_be_cut(module):
@@ -190,11 +201,18 @@ class CutLayer:
             raise CannotCaptureError("a layer gives more than hidden states")
         return y
 
-    def replayed(self, sides: Sides, hidden: Tensor, *, stays: bool = True) -> Any:
+    def replayed(
+        self,
+        sides: Sides,
+        hidden: Tensor,
+        *,
+        stays: bool = True,
+        left: Callable[[], None] | None = None,
+    ) -> Any:
         """What it gives for hidden states; a copy of its own, unless what is in its place `stays`
-        there for as long as it is read."""
+        there for as long as it is read. `left` is called behind the backward of its first part."""
         first, *following = sides.pieces
-        created = first(hidden)
+        created = first(hidden, left=left)
         if following:
             *created, hidden = created
         for piece, core in zip(following, sides.cores, strict=True):

@@ -7,6 +7,8 @@ policy keeps none in between: it has one in its forward, and again when that run
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
 from collections import Counter
@@ -22,10 +24,12 @@ from megatron_prefix.features.graphs.choice import size_of_set
 from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
+from megatron_prefix.features.graphs.placed import AttentionForm, PlacedArenas, PlacedKernel
 from megatron_prefix.features.graphs.segment_graphs import ROTARY, GraphForm, SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.run.read.loss_variables import package
+from megatron_prefix.sidecar.cache import SegmentState
 
 IN_THE_WAY = (
     "recompute_granularity", "fp8", "fp4", "delay_wgrad_compute", "cpu_offloading",
@@ -89,6 +93,7 @@ class LayerGraphs:
         self._recomputed: Collection[int] = ()
         self._addresses: tuple[int, ...] = ()
         self._is_new, self._watched, self._said = True, False, False
+        self.arenas = PlacedArenas()
 
     def _cut(self, layers: Iterable[tuple[Any, Sequence[Part]]]) -> list[CutLayer]:
         """Those that have graphs; a line says why others have none."""
@@ -115,6 +120,18 @@ class LayerGraphs:
         self._current_cut = cut
         self._running.tap = None if cut is None else cut.core
 
+    @contextlib.contextmanager
+    def attending(self, context: SegmentContext) -> Iterator[None]:
+        """See Cuts."""
+        running = self._running
+        before = running.current, running.tap, running.kernels
+        running.current, running.tap = context, None
+        running.kernels = {None: PlacedKernel(running.kernels[None])}
+        try:
+            yield
+        finally:
+            running.current, running.tap, running.kernels = before
+
     def _follow(self) -> None:
         numbers = {layer.number for layer in self.layers}
         for layer in self.layers:
@@ -136,23 +153,41 @@ class LayerGraphs:
             if self.layers and layer is self.layers[0] and not args:
                 self._take(context, hidden_states)
             chosen = self._taken.get(context.index)
-            sides = chosen.made[self._form(hidden_states)].get(layer.number) if chosen else None
+            sides = chosen.made[chosen.form].get(layer.number) if chosen else None
             if sides is None:
                 return layer.plain(hidden_states, *args, **kwargs)
             # A set whose segment runs again is another's before what this one sends has gone.
-            stays = saves or layer is not self._all[-1]
-            return layer.replayed(sides, hidden_states, stays=stays)
+            stays, left = saves or layer is not self._all[-1], None
+            if sides.attends is not None:
+                self._enter(context, sides.attends)
+                left = functools.partial(_leave, context, sides.attends)
+            return layer.replayed(sides, hidden_states, stays=stays, left=left)
 
         return forward
 
-    def begin_step(self, recomputed: Collection[int] = ()) -> None:
+    def _enter(self, context: SegmentContext, layer: int) -> None:
+        """Before graphs read and write the arena of a layer."""
+        cache, index, arena = context.cache, context.index, self.arenas.layers[layer]
+        cache.check(layer, index)
+        if context.inner and cache.state(layer, index) is not SegmentState.CAPTURED:
+            arena.open(index)
+            cache.device = arena.values[0].device
+            cache.captured(layer, index)
+        if context.inner or context.num_levels:
+            arena.open_sums()
+
+    def begin_step(
+        self, recomputed: Collection[int] = (), arenas: PlacedArenas | None = None
+    ) -> None:
         """Whether anything has moved is looked at in the first forward with gradients: in passes
         without them a trainer may have put gradients away.
 
         Args:
             recomputed: segments whose forward runs again before their backward.
+            arenas: of the step; None: others.
         """
         self.end_step()
+        self.arenas = arenas or PlacedArenas()
         self._is_new, self.captured, self._recomputed = True, False, recomputed
 
     def _look(self) -> None:
@@ -205,7 +240,7 @@ class LayerGraphs:
     @property
     def device_bytes(self) -> int:
         """See `Kept` in megatron/install.py: of places, which are allocated between steps, too."""
-        return sum(graphs.placed_bytes for graphs in self.sets)
+        return sum(graphs.placed_bytes for graphs in self.sets) + self.arenas.device_bytes
 
     @property
     def sets(self) -> Iterator[SegmentGraphs]:
@@ -232,7 +267,8 @@ class LayerGraphs:
             tensor.data_ptr() for tensor in (*weights, *buffers, *mains) if tensor is not None
         )
         trained = (tensor.requires_grad for tensor in weights)
-        return (self._running.rotary.changes, *places, *trained)
+        arenas = id(self.arenas), self.arenas.changes
+        return (self._running.rotary.changes, *arenas, *places, *trained)
 
     def _take(self, context: SegmentContext, hidden: Tensor) -> None:
         """Gives a segment a set of graphs, with some of its length."""
@@ -247,16 +283,24 @@ class LayerGraphs:
         self._seen[length] += 1
         if self._seen[length] <= SEEN_BEFORE:
             return
-        form = self._form(hidden)
+        form = self._form(context, hidden)
         chosen = self._fitting(form)
         provided = {ROTARY: self._running.angles}  # Mamba2, which may be the first, is given none
         if form not in chosen.made and not self._captured(chosen, form, hidden, provided):
             return
-        chosen.begin(provided, context.positions)
+        chosen.form = form
+        chosen.begin(provided, context)
         self._taken[context.index] = chosen
 
-    def _form(self, hidden: Tensor) -> GraphForm:
-        return GraphForm(len(hidden), self._running.mlp_tap is not None)
+    def _form(self, context: SegmentContext, hidden: Tensor) -> GraphForm:
+        attention, arenas = None, self.arenas
+        most_runs = self._running.kernels[None].most_placed
+        if most_runs and arenas.layers and any(layer.attends for layer in self.layers):
+            attention = AttentionForm.of(context, most_runs)
+            uses = attention is not None and (attention.inner or attention.levels)
+            if uses and len(arenas.values) < len(arenas.layers):  # nothing was written yet
+                attention = None
+        return GraphForm(len(hidden), self._running.mlp_tap is not None, attention)
 
     def _fitting(self, form: GraphForm) -> SegmentGraphs:
         """A set that nobody has, for segments about as long: one with graphs of a form, else one
@@ -269,7 +313,8 @@ class LayerGraphs:
             self._free.remove(chosen)
         if fits:
             return chosen
-        return SegmentGraphs(self.layers, form.positions, self, self._running.rotary)
+        rotary = self._running.rotary
+        return SegmentGraphs(self.layers, form.positions, self, rotary, self.arenas)
 
     def _size(self, positions: int) -> int:
         """See `size_of_set`, of positions on this rank."""
@@ -310,3 +355,10 @@ class LayerGraphs:
             self.refused = why
         of = " of " + " and ".join(kind.name for kind in kinds or () if kind) if self.layers else ""
         logger.warning("layers%s run without CUDA graphs: %s", of, why)
+
+
+def _leave(context: SegmentContext, layer: int) -> None:
+    """Behind the backward of a layer's attention."""
+    if context.inner:
+        context.cache.consume(layer, context.index)
+    context.leave(layer, backward=True)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_prefix.device.memory import counts_bytes
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.choice import GraphChoice, longest_waiting
 from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
+from megatron_prefix.features.graphs.placed import PlacedArenas
 from megatron_prefix.layers import table
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import Hooks, installed
 from megatron_prefix.parts import Attempt, StepPart, TimedStep
 from megatron_prefix.run.agreement import all_say, first_says
 from megatron_prefix.run.execute.memory_control import free_memory
+from megatron_prefix.tree.payload_map import Form, PayloadMap
+
+if TYPE_CHECKING:
+    from megatron_prefix.plan.actions import Plan
+    from megatron_prefix.plan.memory import RankMemory
+    from megatron_prefix.sidecar.row_exchange import RowExchange
 
 logger = logging.getLogger(__name__)
-_CHOICE, _RAN = "choice", "ran"
+_CHOICE, _RAN, _ARENAS = "choice", "ran", "arenas"
 
 
 class Graphs(StepPart):
@@ -57,18 +65,43 @@ class Graphs(StepPart):
             return 0
         return tokens
 
+    def prepare(self, plan: Plan, predicted: Callable[[], RankMemory]) -> None:
+        """See StepPart."""
+        self._chunks = itertools.count()
+        if not self.even:
+            self.kept.pop(_ARENAS, None)
+        elif self._has_begun:
+            for arenas in self._arenas:
+                arenas.give_back()
+
+    @property
+    def _arenas(self) -> list[PlacedArenas]:
+        """Of each model chunk."""
+        created = [PlacedArenas() for _ in self.rank.models]
+        arenas: list[PlacedArenas] = self.kept.setdefault(_ARENAS, created)
+        return arenas
+
+    def arenas(
+        self, planned: PayloadMap, forms: Sequence[Form], exchange: RowExchange | None
+    ) -> PlacedArenas | None:
+        """See StepPart: those whose places graphs know."""
+        if not self.even or exchange is not None or self.config.cache_host_layers:
+            return None
+        return self._arenas[next(self._chunks)].begin(forms, planned.positions.length)
+
     def begin(self, attempt: Attempt) -> None:
         """See StepPart: before another attempt what graphs hold is given back: as much as all
         segments keep that had some at once, while the leaner plan is to hold one of them."""
-        created = (self._of(stage.hooks) for stage in attempt.stages)
+        created = [self._of(stage.hooks) for stage in attempt.stages]
         self._graphs = [graphs for graphs in created if graphs is not None]
         plan = attempt.plan
         policies = map(plan.policy, range(len(plan.segments)))
         recomputed = {index for index, policy in enumerate(policies) if policy == "recompute"}
-        for graphs in self._graphs:
-            graphs.begin_step(recomputed)
-            if self._has_begun:
-                graphs.give_back()
+        for stage, graphs in zip(attempt.stages, created, strict=True):
+            if graphs is not None:
+                graphs.begin_step(recomputed, self._arenas[stage.chunk])
+                if self._has_begun:
+                    graphs.give_back()
         if self._has_begun:
             free_memory()
         self._has_begun = self.kept[_RAN] = True

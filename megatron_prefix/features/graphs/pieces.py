@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -154,9 +154,11 @@ class Piece:
         _fill([self._own[parameter]], [gradient])
         return self._own[parameter]
 
-    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """Its outputs, from its inputs."""
-        created: Sequence[Tensor] = _Replayed.apply(self, len(inputs), *inputs, *self._parameters)
+    def __call__(self, *inputs: Tensor, left: Callable[[], None] | None = None) -> Sequence[Tensor]:
+        """Its outputs, from its inputs; `left` is called behind its backward."""
+        created: Sequence[Tensor] = _Replayed.apply(
+            self, left, len(inputs), *inputs, *self._parameters
+        )
         return created
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -184,14 +186,19 @@ class Piece:
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Piece, num: int, *tensors: Tensor) -> Any:  # type: ignore[override]
-        ctx.piece = piece
+    def forward(  # type: ignore[override]
+        ctx: Any, piece: Piece, left: Callable[[], None] | None, num: int, *tensors: Tensor
+    ) -> Any:
+        ctx.piece, ctx.left = piece, left
         return piece.run_forward(tensors[:num])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.piece.run_backward(gradients)
+        results = [*ctx.piece.run_backward(gradients)]
+        if ctx.left is not None:
+            ctx.left()
+        return None, None, None, *results
 
 
 def _put_sum(place: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -16,9 +16,16 @@ from torch import Tensor, nn
 
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.capture import GraphCapture, Rehearsal
-from megatron_prefix.features.graphs.cut_layer import CutLayer, Cuts, Sides
+from megatron_prefix.features.graphs.cut_layer import Core, CutLayer, Cuts, Sides
 from megatron_prefix.features.graphs.pieces import Piece, Used, stand_ins
+from megatron_prefix.features.graphs.placed import (
+    AttentionForm,
+    PlacedArenas,
+    PlacedContext,
+    Sheet,
+)
 from megatron_prefix.layers.blocks.rotary import Rotary
+from megatron_prefix.layers.segment import SegmentContext
 
 ROTARY = "rotary_pos_emb"
 _IGNORED = "attention_mask"
@@ -32,10 +39,12 @@ class GraphForm(NamedTuple):
     Attributes:
         positions: on this rank.
         taps_mlps: whether MLPs run otherwise than by their forward (`Running.mlp_tap`).
+        attention: of attention inside of graphs; None: they are cut at it.
     """
 
     positions: int
     taps_mlps: bool = False
+    attention: AttentionForm | None = None
 
 
 class SegmentGraphs:
@@ -51,11 +60,22 @@ class SegmentGraphs:
         pool: of its graphs.
         most: positions of the first segment on this rank; longer ones have no place.
         made: the graphs of every layer by its number, by a segment's form.
+        form: of the segment that has these graphs, or had them last.
         at: the layer whose graphs are captured, or were last; None before the first.
     """
 
-    def __init__(self, layers: Sequence[CutLayer], most: int, owner: Cuts, rotary: Rotary) -> None:
+    def __init__(
+        self,
+        layers: Sequence[CutLayer],
+        most: int,
+        owner: Cuts,
+        rotary: Rotary,
+        arenas: PlacedArenas,
+    ) -> None:
         self.layers, self._owner, self._rotary = layers, owner, rotary
+        self._arenas, self.form = arenas, GraphForm(most)
+        self._sheets: dict[AttentionForm, Sheet] = {}
+        self._context: PlacedContext | None = None
         self.at: CutLayer | None = None
         self.most, self._length = most, most
         self.pool = cuda.pool()
@@ -65,9 +85,16 @@ class SegmentGraphs:
         self._kept: list[Tensor] = []
         self.made: dict[GraphForm, dict[int, Sides]] = {}
 
-    def begin(self, arguments: Mapping[str, Any], positions: Tensor) -> None:
-        """Copies a segment's rotary embeddings, and the rows that its layers look up at its
-        positions, into the buffers that its graphs read."""
+    def begin(self, arguments: Mapping[str, Any], context: SegmentContext) -> None:
+        """Copies a segment's rotary embeddings, the rows that its layers look up at its positions,
+        and what its attention sees, into the buffers that its graphs read."""
+        positions = context.positions
+        if self.form.attention is not None:
+            sheet = self._sheets[self.form.attention]
+            written = None
+            if context.inner:
+                written = context.cache.map.positions.intervals[context.index]
+            sheet.of_segment(context, written, self._arenas.capacity)
         if (turned := arguments.get(ROTARY)) is not None:
             self.place(ROTARY, turned).copy_(turned)
         for name in self._tables:
@@ -87,7 +114,8 @@ class SegmentGraphs:
             RuntimeError: so says CUDA.
         """
         arguments = self._arguments(kwargs)
-        self._length = len(hidden)
+        self._length, self.form = len(hidden), form
+        self._context = self._blank(hidden.device)
         self._tables.clear()
         cuda.settle()
         inside = (module for layer in self.layers for module in layer.modules())
@@ -106,6 +134,26 @@ class SegmentGraphs:
         self._kept += _shared_buffers()
         numbers = (layer.number for layer in self.layers)
         self.made[form] = dict(zip(numbers, created, strict=True))
+
+    def _blank(self, device: torch.device) -> PlacedContext | None:
+        """A segment of the form, as attention sees it while it is captured."""
+        form = self.form.attention
+        if form is None:
+            return None
+        sheet = self._sheets.setdefault(form, Sheet(form, device))
+        sheet.of_none(self._arenas.capacity)
+        return PlacedContext.of(sheet, self._arenas)
+
+    def has_inside(self, layer: CutLayer) -> bool:
+        """Whether a layer's attention is in its graphs."""
+        return self._context is not None and layer.attends
+
+    def attended(self, run: Core, inputs: Sequence[Tensor]) -> Tensor:
+        """What core attention makes of queries, keys and values of a segment of the form."""
+        if self._context is None:
+            raise RuntimeError("graphs are cut at attention")
+        with self._owner.attending(self._context):
+            return run(*inputs, into=None)
 
     def _arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """Tensors that layers take besides hidden states, copied into the graphs' buffers."""
@@ -150,7 +198,7 @@ class SegmentGraphs:
     def _rehearse(self, layer: CutLayer, hidden: Tensor, arguments: Mapping[str, Any]) -> None:
         """Runs a layer on the stream of captures: what is loaded or allocated once is then there.
         All gradients are zero, so main gradients do not change."""
-        x, rehearsal = torch.zeros_like(hidden).requires_grad_(), Rehearsal()
+        x, rehearsal = torch.zeros_like(hidden).requires_grad_(), Rehearsal(self, layer)
         self.at = layer
         self._owner.cut = rehearsal
         outputs = [layer.captured(x, arguments), *rehearsal.made]
@@ -169,7 +217,10 @@ class SegmentGraphs:
         except BaseException:
             capture.abandon()
             raise
-        return Sides(capture.pieces, capture.cores)
+        attends = None
+        if self._context is not None and layer.attends:
+            attends = self._context.layer
+        return Sides(capture.pieces, capture.cores, attends)
 
     def uses(self, piece: Piece, usage: Used) -> None:
         """See Piece; while layers are captured."""

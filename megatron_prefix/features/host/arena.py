@@ -53,7 +53,7 @@ class HostLayers:
             return max((number for number in self._layers if number <= layer), default=None)
         return min((number for number in self._layers if number >= layer), default=None)
 
-    def arena(self, rows: RowMap, device_bytes: DeviceBytes) -> Arena:
+    def arena(self, layer: int, rows: RowMap, device_bytes: DeviceBytes) -> Arena:
         """The arena of one of these layers; arguments as of Arena."""
         return HostArena(rows, device_bytes, self)
 

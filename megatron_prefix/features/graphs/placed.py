@@ -1,0 +1,393 @@
+"""Attention inside of graphs: what differs between segments of a form has a place on the device.
+
+A segment of a form has runs, rows of the arenas that it reads and rows that it writes.  They are
+numbers of a `Sheet`, which is filled before a segment's graphs are replayed.  The arenas keep their
+places from step to step as well (`PlacedArenas`), so the same graphs read and write the payloads of
+any step.  Core attention runs as elsewhere (layers/blocks/core.py), on a context whose sidecar is
+these places, and with lengths on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_prefix.device.transfer import to_device
+from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, PlacedRuns
+from megatron_prefix.layers.segment import SegmentContext
+from megatron_prefix.sidecar.arena import (
+    Arena,
+    DeviceBytes,
+    KeyValue,
+    Payload,
+    wider,
+    with_returned,
+)
+from megatron_prefix.tree.payload_map import Form, Level, RowMap
+
+SPARE = 128
+"""Rows behind those of an arena, of zeros: who has fewer keys than its form reads them, and adds
+to their gradients, which nobody reads. Several, as additions to one row wait for one another."""
+STEPS = 4
+"""Numbers of keys that forms have between two powers of two."""
+
+
+class LevelForm(NamedTuple):
+    """Of one level: most runs, those of queries without keys among them, and most keys."""
+
+    runs: int
+    keys: int
+
+
+class AttentionForm(NamedTuple):
+    """What segments have in common whose attention is the same launches.
+
+    Attributes:
+        positions: queries, on all sequence-parallel ranks.
+        inner: whether descendants read it.
+        runs: most runs over its own keys.
+        levels: of ancestors.
+    """
+
+    positions: int
+    inner: bool
+    runs: int
+    levels: tuple[LevelForm, ...]
+
+    @classmethod
+    def of(cls, context: SegmentContext, most_runs: int) -> AttentionForm | None:
+        """Of a segment; None if its attention cannot be in graphs."""
+        own = context.runs
+        if context.joined or context.cache.exchange is not None or own.queries != own.keys:
+            return None
+        positions, levels = sum(own.queries), []
+        for level in context.cache.map.levels[context.index]:
+            runs, keys = len(runs_of(level, positions)), sum(level.keys)
+            levels.append(LevelForm(_power(runs), _stepped(keys)))
+        form = cls(positions, context.inner, _power(len(own.queries)), tuple(levels))
+        fits = max([form.runs, *(level.runs for level in levels)]) <= most_runs
+        return form if fits else None
+
+
+def _power(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _stepped(number: int) -> int:
+    """So many or more, of few values."""
+    step = max(SPARE, _power(number) // (2 * STEPS))
+    return -(-number // step) * step
+
+
+def runs_of(level: Level, positions: int) -> list[tuple[int, int]]:
+    """Queries and keys of all runs of a segment's queries, those without keys among them."""
+    runs, end = list[tuple[int, int]](), 0
+    for run in level.runs:
+        if run.first > end:
+            runs.append((run.first - end, 0))
+        runs.append((run.stop - run.first, run.end - run.start))
+        end = run.stop
+    return [*runs, (positions - end, 0)] if end < positions else runs
+
+
+class Sheet:
+    """Numbers of one segment of a form, on the device.
+
+    Attributes:
+        form: of the segments.
+        written: rows of the arenas that an inner segment writes, int64.
+        levels: rows that it reads of each level, int64 [most keys].
+        runs: over its own keys, and then over those of each level.
+    """
+
+    def __init__(self, form: AttentionForm, device: torch.device) -> None:
+        self.form = form
+        sizes = [form.runs + 1]
+        for level in form.levels:
+            sizes += [level.runs + 1] * 2
+        self._num_starts = sum(sizes)
+        of_rows = [level.keys for level in form.levels] + [form.positions] * form.inner
+        num = self._num_starts + sum(of_rows)
+        self._numbers = torch.zeros(num, dtype=torch.int64, device=device)
+        self._starts = self._numbers[: self._num_starts].int()
+        own, *starts = self._starts.split(sizes)
+        _, *rows = self._numbers.split([self._num_starts, *of_rows])
+        self.levels, self.written = rows[: len(form.levels)], (rows or [own])[-1]
+        most = form.positions
+        self.runs = [PlacedRuns(own, own, True, most, most)]
+        for (queries, keys), level in zip(_pairs(starts), form.levels, strict=True):
+            self.runs.append(PlacedRuns(queries, keys, False, most, level.keys))
+
+    def fill(self, numbers: Sequence[np.ndarray]) -> None:
+        """Puts numbers of a segment into their places; the host does not wait."""
+        self._numbers.copy_(to_device(self._numbers.device, np.concatenate(numbers)))
+        self._starts.copy_(self._numbers[: self._num_starts])
+
+    def of_segment(self, context: SegmentContext, written: slice | None, spare: int) -> None:
+        """Fills in a segment.
+
+        Args:
+            written: its rows in the arenas, if it is inner.
+            spare: first of the arenas' spare rows.
+        """
+        form = self.form
+        starts, rows = [_starts([*context.runs.queries], form.runs)], []
+        levels = context.cache.map.levels[context.index]
+        for level, most in zip(levels, form.levels, strict=True):
+            queries, keys = zip(*runs_of(level, form.positions), strict=True)
+            starts += [_starts(queries, most.runs), _starts(keys, most.runs)]
+            read = [np.arange(run.start, run.end) for run in level.runs]
+            rows.append(np.concatenate([*read, _spare(most.keys - sum(level.keys), spare)]))
+        if written is not None:
+            rows.append(np.arange(written.start, written.stop))
+        self.fill([*starts, *rows])
+
+    def of_none(self, spare: int) -> None:
+        """Fills in a segment that reads and writes spare rows, as layers run while captured."""
+        form = self.form
+        starts, rows = [_starts([form.positions], form.runs)], []
+        for most in form.levels:
+            starts += [_starts([form.positions], most.runs), _starts([most.keys], most.runs)]
+            rows.append(_spare(most.keys, spare))
+        rows += [_spare(form.positions, spare)] * form.inner
+        self.fill([*starts, *rows])
+
+
+def _pairs(items: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(items[::2], items[1::2], strict=True)
+
+
+def _starts(lengths: Sequence[int], most: int) -> np.ndarray:
+    ends = np.zeros(most + 1, dtype=np.int64)
+    ends[1 : len(lengths) + 1] = lengths
+    return np.cumsum(ends)
+
+
+def _spare(num: int, first: int) -> np.ndarray:
+    return first + np.arange(num) % SPARE
+
+
+class PlacedArenas:
+    """Arenas of one model chunk that keep their places from step to step; see LayerArenas.
+
+    Attributes:
+        values, sums: of each layer, [capacity + SPARE, ...]; empty before its first payload.
+        capacity: rows without the spare ones.
+        changes: how often other places had to be made.
+        layers: those of the step that runs.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, list[Tensor]] = {}
+        self.sums: dict[int, list[Tensor]] = {}
+        self.layers: dict[int, PlacedArena] = {}
+        self.capacity, self.changes = 0, 0
+        self._numbers: frozenset[int] = frozenset()
+
+    def begin(self, forms: Sequence[Form], rows: int) -> PlacedArenas:
+        """Before an attempt with layers of these forms, and so many rows of positions."""
+        self._numbers = frozenset(n for n, form in enumerate(forms) if form == Form.POSITIONS)
+        if rows > self.capacity:
+            self.give_back()
+            self.capacity = _stepped(rows)
+        return self
+
+    def give_back(self) -> None:
+        """Frees all places."""
+        self.values, self.sums = {}, {}
+        self.capacity, self.changes = 0, self.changes + 1
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._numbers
+
+    def near(self, layer: int, backward: bool) -> int | None:
+        return None
+
+    def arena(self, layer: int, rows: RowMap, device_bytes: DeviceBytes) -> Arena:
+        self.layers[layer] = PlacedArena(rows, device_bytes, self, layer)
+        return self.layers[layer]
+
+    def clear(self) -> None:
+        self.layers.clear()
+
+    def placed(self, layer: int, likes: Sequence[Tensor], *, sums: bool) -> list[Tensor]:
+        """The places of a layer's payloads, or of their gradients; made like payloads `likes`."""
+        places = self.sums if sums else self.values
+        if layer not in places:
+            num = self.capacity + SPARE
+            dtypes = [wider(like.dtype) if sums else like.dtype for like in likes]
+            places[layer] = [
+                like.new_empty((num, *like.shape[1:]), dtype=dtype)
+                for like, dtype in zip(likes, dtypes, strict=True)
+            ]
+            for place in places[layer]:
+                place[self.capacity :].zero_()
+        return places[layer]
+
+    @property
+    def device_bytes(self) -> int:
+        """Of all places."""
+        lists = (*self.values.values(), *self.sums.values())
+        return sum(place.nbytes for places in lists for place in places)
+
+
+class PlacedArena(Arena):
+    """One of them, in one step."""
+
+    def __init__(
+        self, rows: RowMap, device_bytes: DeviceBytes, owner: PlacedArenas, layer: int
+    ) -> None:
+        super().__init__(rows, device_bytes)
+        self._owner, self._layer, self._written = owner, layer, 0
+
+    def open(self, index: int) -> None:
+        """Before a graph writes a segment's payload."""
+        rows = self._interval(index)
+        if not self.values:
+            self.allocate(self._owner.values[self._layer])
+        if rows.start < self._written:  # of an earlier segment
+            for total in self.sums:
+                total[rows].zero_()
+        self._written = max(self._written, rows.stop)
+
+    def write(self, index: int, payload: Payload) -> None:
+        super().write(index, payload)
+        self._written = max(self._written, self._interval(index).stop)
+
+    def _interval(self, index: int) -> slice:
+        rows = self.rows.intervals[index]
+        if rows is None:
+            raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
+        return rows
+
+    def add(self, visible: Collection[int], what: Any, gradients: Payload) -> None:
+        self.open_sums()
+        super().add(visible, what, gradients)
+
+    def open_sums(self) -> None:
+        """Before gradients are added."""
+        if not self.sums:
+            self.allocate(self.values, sums=True)
+
+    def allocate(self, likes: Sequence[Tensor], *, sums: bool = False) -> None:
+        places = self._owner.placed(self._layer, likes, sums=sums)
+        tensors = [place[: self.rows.length] for place in places]
+        self._device_bytes.add(sum(tensor.nbytes for tensor in tensors))
+        if sums:
+            self.sums = [tensor.zero_() for tensor in tensors]
+        else:
+            self.values, self.width = tensors, tensors[0].shape[-1]
+
+
+class _Read(NamedTuple):
+    """A level, as core attention reads it."""
+
+    rows: Tensor
+    queries: slice
+
+
+class PlacedCache:
+    """The sidecar of a segment while its layers are captured: the places of all layers.
+
+    Attributes:
+        layer: that has asked last.
+    """
+
+    looks_ahead = False
+
+    def __init__(self, sheet: Sheet, arenas: PlacedArenas) -> None:
+        self._sheet, self._arenas, self.layer = sheet, arenas, -1
+        self._forwards = set[int]()
+        self.levels = [_Read(rows, slice(0, sheet.form.positions)) for rows in sheet.levels]
+
+    def own_keys(self, layer: int, index: int, inner: bool, key_value: KeyValue) -> _OwnKeys:
+        """See SidecarCache; a layer asks in its forward, and then in its backward."""
+        self.layer = layer
+        if layer in self._forwards:
+            self._forwards.remove(layer)
+        else:
+            self._forwards.add(layer)
+            for place, part in zip(self._values(layer) if inner else (), key_value, strict=inner):
+                place.index_copy_(0, self._sheet.written, part)
+        sums = self._sums(layer) if inner else ()
+        return _OwnKeys(key_value, [*sums], self._sheet)
+
+    def _values(self, layer: int) -> list[Tensor]:
+        return self._arenas.values[layer]
+
+    def _sums(self, layer: int) -> list[Tensor]:
+        return self._arenas.placed(layer, self._values(layer), sums=True)
+
+    def own(self, layer: int, index: int) -> Payload:
+        return tuple(place.index_select(0, self._sheet.written) for place in self._values(layer))
+
+    def level(self, index: int, number: int) -> _Read:
+        return self.levels[number]
+
+    def read(self, layer: int, index: int, what: _Read) -> Payload:
+        return tuple(place.index_select(0, what.rows) for place in self._values(layer))
+
+    def add(self, layer: int, index: int, what: _Read, gradients: Payload) -> None:
+        for total, part in zip(self._sums(layer), gradients, strict=True):
+            total.index_add_(0, what.rows, part.to(total.dtype))
+
+
+class _OwnKeys:
+    """See OwnKeys; `sums` of an inner segment's layer."""
+
+    def __init__(self, key_value: KeyValue, sums: Sequence[Tensor], sheet: Sheet) -> None:
+        self._both, self._places, self._sheet = key_value, sums, sheet
+
+    def runs(self) -> KeyValue:
+        return self._both
+
+    def send(self, gradients: KeyValue) -> None:
+        self._both = gradients
+
+    def take(self) -> KeyValue:
+        returned = tuple(place.index_select(0, self._sheet.written) for place in self._places)
+        return with_returned(self._both, returned or None)
+
+
+class PlacedContext(SegmentContext):
+    """The segment that runs while layers are captured."""
+
+    @classmethod
+    def of(cls, sheet: Sheet, arenas: PlacedArenas) -> PlacedContext:
+        cache: Any = PlacedCache(sheet, arenas)
+        own: Any = sheet.runs[0]
+        return cls(-1, sheet.form.inner, own, sheet.written, cache)
+
+    @property
+    def layer(self) -> int:
+        """The number of the payload of the layer that attended last."""
+        return self.cache.layer  # type: ignore[attr-defined]
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.cache.levels)  # type: ignore[attr-defined]
+
+    @functools.cached_property
+    def level_runs(self) -> Any:
+        return self.cache._sheet.runs[1:]  # type: ignore[attr-defined]
+
+
+class PlacedKernel(Kernel):
+    """A kernel whose runs are placed."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.name, self._kernel = kernel.name, kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Any, scale: float) -> Partial:
+        return self._kernel.forward_placed(q, k, v, runs, scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Any, scale: float,
+    ) -> Gradients:  # fmt: skip
+        return self._kernel.backward_placed(dout, q, k, v, out, lse, runs, scale)
