@@ -1,0 +1,154 @@
+"""Attention inside of graphs: lengths and rows on the device."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_prefix.features.graphs import layers
+from megatron_prefix.features.graphs.placed import (
+    SPARE,
+    AttentionForm,
+    LevelForm,
+    PlacedArenas,
+    Sheet,
+    runs_of,
+)
+from megatron_prefix.layers.blocks.interface import PlacedRuns, Runs
+from megatron_prefix.layers.blocks.kernels import KERNELS
+from megatron_prefix.sidecar.arena import DeviceBytes
+from megatron_prefix.tree.payload_map import Form, Level, RowMap, Run
+from tests.core.features.graphs.test_graphs import config, made, same, steps, without
+from tests.harness.one_rank import one_rank, small_model
+
+CPU = torch.device("cpu")
+WAVE = Level((Run(2, 5, 10, 14), Run(5, 6, 20, 27)))
+"""Of eight queries three see the keys from 10 to 14, and one those from 20 to 27."""
+
+
+def starts(lengths, more=2):
+    """As a sheet has them, with empty runs behind."""
+    ends = torch.tensor([0, *lengths, *[0] * more]).cumsum(0)
+    return ends.int()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_placed_runs_are_what_runs_are(seed, causal):
+    """With keys that are nobody's behind them."""
+    generator, kernel = torch.Generator().manual_seed(seed), KERNELS["math"]
+    rng = random.Random(seed)
+    queries = [rng.randint(1, 5) for _ in range(4)]
+    keys = queries if causal else [rng.randint(1, 6) for _ in queries]
+    sizes = (sum(queries), 4), (sum(keys) + 3, 2), (sum(keys) + 3, 2), (sum(queries), 4)
+    q, k, v, dout = (
+        torch.randn(*size, 8, generator=generator, dtype=torch.float64) for size in sizes
+    )
+    runs = Runs(tuple(queries), tuple(keys), causal)
+    placed = PlacedRuns(starts(queries), starts(keys), causal, len(q), len(k))
+    seen = k[: sum(keys)], v[: sum(keys)]
+    expected, part = (
+        kernel.forward(q, *seen, runs, 0.3),
+        kernel.forward_placed(q, k, v, placed, 0.3),
+    )
+    torch.testing.assert_close((part.out, part.lse), (expected.out, expected.lse))
+    merged = expected.out, expected.lse
+    of_runs = kernel.backward(dout, q, *seen, *merged, expected.aux, runs, 0.3)
+    dq, dk, dv = kernel.backward_placed(dout, q, k, v, *merged, placed, 0.3)
+    torch.testing.assert_close((dq, dk[: sum(keys)], dv[: sum(keys)]), of_runs)
+
+
+def test_queries_without_keys_add_nothing():
+    q, k = torch.ones(5, 2, 4, dtype=torch.float64), torch.ones(3, 2, 4, dtype=torch.float64)
+    placed = PlacedRuns(starts([2, 3]), starts([0, 3]), False, 5, 3)
+    part = KERNELS["math"].forward_placed(q, k, k, placed, 1.0)
+    assert part.out[:2].eq(0).all() and part.lse[:, :2].isneginf().all()
+    torch.testing.assert_close(part.out[2:], torch.ones_like(part.out[2:]))
+    assert part.lse[:, 2:].isfinite().all()
+
+
+def test_every_query_is_in_a_run():
+    assert runs_of(WAVE, 8) == [(2, 0), (3, 4), (1, 7), (2, 0)]
+    assert runs_of(Level((Run(0, 8, 3, 9),)), 8) == [(8, 6)]
+
+
+def test_a_sheet_says_where_a_segment_lies():
+    """Rows that its form has more than it are spare ones."""
+    form = AttentionForm(8, True, 2, (LevelForm(4, 16),))
+    sheet = Sheet(form, CPU)
+    cache = SimpleNamespace(map=SimpleNamespace(levels=[[WAVE]]))
+    own = Runs.own((3, 5))
+    context = SimpleNamespace(runs=own, cache=cache, index=0)
+    sheet.of_segment(context, slice(40, 48), spare=100)
+    assert sheet.runs[0].queries.tolist() == [0, 3, 8]
+    assert sheet.runs[1].queries.tolist() == [0, 2, 5, 6, 8]
+    assert sheet.runs[1].keys.tolist() == [0, 0, 4, 11, 11]
+    assert sheet.levels[0].tolist() == [*range(10, 14), *range(20, 27), *range(100, 105)]
+    assert sheet.written.tolist() == [*range(40, 48)]
+    sheet.of_none(spare=100)
+    assert {*sheet.levels[0].tolist(), *sheet.written.tolist()} == {*range(100, 116)}
+    assert sheet.runs[1].keys.tolist() == [0, 16, 16, 16, 16]
+
+
+def arena_of(places, num):
+    rows = RowMap(num, ((slice(0, 4)), slice(2, 6), None), ((), (), ()))
+    arena = places.begin([Form.POSITIONS], num).arena(0, rows, DeviceBytes())
+    return arena, arena.rows
+
+
+def test_arenas_stay_where_they_are_until_they_are_too_short():
+    places, payload = PlacedArenas(), (torch.ones(4, 2, 8),) * 2
+    addresses = []
+    for num in (6, 4, SPARE + 1):
+        arena, _ = arena_of(places, num)
+        arena.write(0, payload)
+        addresses.append(arena.values[0].data_ptr())
+        assert all(len(tensor) == num for tensor in arena.values)
+        arena.drop()
+    assert addresses[0] == addresses[1] and places.changes == 2
+    assert places.capacity == 2 * SPARE and places.device_bytes == 2 * 3 * SPARE * 2 * 8 * 4
+
+
+def test_gradients_of_an_earlier_segment_are_zeroed():
+    places = PlacedArenas()
+    arena, _ = arena_of(places, 6)
+    arena.write(0, (torch.ones(4, 2, 8),) * 2)
+    arena.open_sums()
+    arena.sums[0].fill_(1.0)
+    arena.open(1)
+    assert arena.sums[0][:, 0, 0].tolist() == [1, 1, 0, 0, 0, 0]
+    with pytest.raises(RuntimeError, match="is a wave"):
+        arena.open(2)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+@pytest.mark.parametrize("chunks", [0, 8])
+def test_attention_is_inside_of_graphs(chunks):
+    """Of waves and of prompts, in chunks that read those before them."""
+    with one_rank():
+        model, twin, given = small_model(), small_model(), config(chunk_tokens=chunks)
+        ours, others = steps(model, given, 3), without(twin, given, 3)
+        for trace, expected in zip(ours, others, strict=True):
+            same(trace, expected)
+        sets = [*made(model).sets]
+        forms = {form.attention for one in sets for form in one.made}
+        assert {form is not None and form.inner for form in forms} == {True, False}
+        sides = [side for one in sets for form in one.made for side in one.made[form].values()]
+        assert any(not side.cores and side.attends is not None for side in sides)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_a_read_before_its_capture_is_an_error(monkeypatch):
+    """In graphs as without: a payload that is not there."""
+    enter = layers.LayerGraphs._enter
+
+    def early(self, context, layer):
+        context.cache._layers[layer].live.clear()
+        enter(self, context, layer)
+
+    monkeypatch.setattr(layers.LayerGraphs, "_enter", early)
+    with one_rank(), pytest.raises(RuntimeError, match="reads segment"):
+        steps(small_model(), config(), 3)
