@@ -24,7 +24,8 @@ from megatron_prefix.features.graphs.choice import size_of_set
 from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
-from megatron_prefix.features.graphs.placed import AttentionForm, PlacedArenas, PlacedKernel
+from megatron_prefix.features.graphs.placed import AttentionForm, PlacedArenas
+from megatron_prefix.features.graphs.placed_runs import MOST_RUNS, PlacedKernel
 from megatron_prefix.features.graphs.segment_graphs import ROTARY, GraphForm, SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
@@ -294,7 +295,8 @@ class LayerGraphs:
 
     def _form(self, context: SegmentContext, hidden: Tensor) -> GraphForm:
         attention, arenas = None, self.arenas
-        most_runs = self._running.kernels[None].most_placed
+        kernel = self._running.kernels.get(None)
+        most_runs = MOST_RUNS.get(kernel.name, 0) if kernel else 0
         if most_runs and arenas.layers and any(layer.attends for layer in self.layers):
             attention = AttentionForm.of(context, most_runs)
             uses = attention is not None and (attention.inner or attention.levels)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.transfer import to_device
-from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, PlacedRuns
+from megatron_prefix.features.graphs.placed_runs import PlacedRuns
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.arena import (
     Arena,
@@ -375,19 +375,3 @@ class PlacedContext(SegmentContext):
     @functools.cached_property
     def level_runs(self) -> Any:
         return self.cache._sheet.runs[1:]  # type: ignore[attr-defined]
-
-
-class PlacedKernel(Kernel):
-    """A kernel whose runs are placed."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.name, self._kernel = kernel.name, kernel
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Any, scale: float) -> Partial:
-        return self._kernel.forward_placed(q, k, v, runs, scale)
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
-        runs: Any, scale: float,
-    ) -> Gradients:  # fmt: skip
-        return self._kernel.backward_placed(dout, q, k, v, out, lse, runs, scale)

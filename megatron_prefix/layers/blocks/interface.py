@@ -64,31 +64,10 @@ class Runs:
         return cls(lengths, lengths, causal=True)
 
 
-class PlacedRuns(NamedTuple):
-    """As `Runs`, with lengths on the device: a CUDA graph reads them anew in every replay. Runs may
-    be empty, and so may their keys; keys behind those of the last run are nobody's.
-
-    Attributes:
-        queries, keys: first of each run and the end, int32 [runs + 1].
-        most_queries, most_keys: bounds on a run's.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    causal: bool
-    most_queries: int
-    most_keys: int
-
-
 class Kernel:
-    """One way to run blocks; shapes as above.
-
-    Attributes:
-        most_placed: most runs that `forward_placed` takes; 0: it cannot.
-    """
+    """One way to run blocks; shapes as above."""
 
     name: str
-    most_placed = 0
 
     def begin_step(self) -> None:
         """Called before every step; for kernels that learn from earlier shapes."""
@@ -110,17 +89,4 @@ class Kernel:
 
         Raises as `forward`. The gradients are newly allocated.
         """
-        raise NotImplementedError
-
-    def forward_placed(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: PlacedRuns, scale: float
-    ) -> Partial:
-        """As `forward`; queries of runs without keys have 0 and a log-sum-exp of -inf."""
-        raise NotImplementedError
-
-    def backward_placed(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        runs: PlacedRuns, scale: float,
-    ) -> Gradients:  # fmt: skip
-        """As `backward`; gradients of keys that are nobody's are anything."""
         raise NotImplementedError

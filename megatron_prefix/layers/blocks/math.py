@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.tolerance import accumulator_dtype
-from megatron_prefix.layers.blocks.interface import PlacedRuns
 
 MAX_SCORES = 1 << 23
 """Scores held at once (64 MB in fp64); longer spans are computed in pieces."""
@@ -79,61 +78,6 @@ def attend_backward(
         dkeys[:, :, :num_visible] += ds.transpose(2, 3) @ _group(q[:, part], kv_heads).to(wide)
         dq[:, part] = _ungroup(ds @ keys[:, :, :num_visible], stop - start)
     return dq, _to_positions_first(dkeys, k.dtype), _to_positions_first(dvalues, v.dtype)
-
-
-def attend_placed(
-    q: Tensor, k: Tensor, v: Tensor, runs: PlacedRuns, scale: float
-) -> tuple[Tensor, Tensor]:
-    """As `attend`, of q [s, h, d], k [t, h_kv, d] and v [t, h_kv, dv] by lengths on the device."""
-    scores = _placed_scores(q, k, runs, scale)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
-    out = _ungroup(weights @ v[None].transpose(1, 2).to(scores.dtype), len(q))[0]
-    return out.to(q.dtype), lse.reshape(q.shape[1], len(q))
-
-
-def attend_placed_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    runs: PlacedRuns,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attend_backward`, of tensors as in `attend_placed`."""
-    kv_heads, scores = k.shape[1], _placed_scores(q, k, runs, scale)
-    wide = scores.dtype
-    keys, values = (x[None].transpose(1, 2).to(wide) for x in (k, v))
-    p = torch.exp(scores - lse.to(wide).reshape(*scores.shape[:3], 1))
-    do = _group(dout[None], kv_heads).to(wide)
-    d = (do * _group(out[None], kv_heads).to(wide)).sum(-1, keepdim=True)
-    ds = (do @ values.transpose(2, 3) - d) * p * scale
-    dk = ds.transpose(2, 3) @ _group(q[None], kv_heads).to(wide)
-    dq = _ungroup(ds @ keys, len(q))[0].to(q.dtype)
-    dv = p.transpose(2, 3) @ do
-    return dq, _to_positions_first(dk, k.dtype)[0], _to_positions_first(dv, v.dtype)[0]
-
-
-def _placed_scores(q: Tensor, k: Tensor, runs: PlacedRuns, scale: float) -> Tensor:
-    """Scaled scores [1, h_kv, group * s, t]; -inf where a key is of another run, or behind."""
-    keys = k[None].transpose(1, 2).to(accumulator_dtype(q.dtype))
-    scores = _scores(q[None], keys, scale, False, None)
-    places = [torch.arange(len(x), dtype=torch.int32, device=q.device) for x in (q, k)]
-    starts = runs.queries, runs.keys
-    numbers = [
-        torch.searchsorted(start, place, right=True) - 1
-        for start, place in zip(starts, places, strict=True)
-    ]
-    hidden = numbers[0][:, None] != numbers[1]
-    if runs.causal:
-        inside = [
-            place - start[number]
-            for place, start, number in zip(places, starts, numbers, strict=True)
-        ]
-        hidden |= inside[1] > inside[0][:, None]
-    return scores.unflatten(2, (-1, len(q))).masked_fill(hidden, float("-inf")).flatten(2, 3)
 
 
 def _query_pieces(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]]:

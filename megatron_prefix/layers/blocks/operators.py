@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_prefix.errors import UserError
 from megatron_prefix.layers.blocks import math as exact
 from megatron_prefix.layers.blocks.batched import Batched, Saved, SplitCausal, batches, joined
-from megatron_prefix.layers.blocks.interface import Aux, Gradients, Partial, PlacedRuns, Runs
+from megatron_prefix.layers.blocks.interface import Aux, Gradients, Partial, Runs
 from megatron_prefix.layers.blocks.repeated import Repeated
 
 logger = logging.getLogger(__name__)
@@ -45,18 +45,6 @@ class MathKernel(Batched):
     """Exact and slow: the truth for the others, and the kernel for fp64."""
 
     name, has_windows = "math", True
-    most_placed = sys.maxsize
-
-    def forward_placed(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: PlacedRuns, scale: float
-    ) -> Partial:
-        return Partial(*exact.attend_placed(q, k, v, runs, scale))
-
-    def backward_placed(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        runs: PlacedRuns, scale: float,
-    ) -> Gradients:  # fmt: skip
-        return exact.attend_placed_backward(dout, q, k, v, out, lse, runs, scale)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
@@ -264,19 +252,6 @@ class Fa4Kernel(_Varlen):
 
     name, has_windows = "fa4", True
     short, most_runs = FA4_SHORT, FA4_RUNS
-    most_placed = FA4_RUNS
-
-    def forward_placed(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: PlacedRuns, scale: float
-    ) -> Partial:
-        return Partial(*self.attend(q, k, v, scale, runs.causal, **_placed(runs)))
-
-    def backward_placed(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        runs: PlacedRuns, scale: float,
-    ) -> Gradients:  # fmt: skip
-        saved = Saved(dout, q, k, v, out, lse)
-        return self.attend_backward(saved, (), scale, runs.causal, **_placed(runs))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -427,16 +402,6 @@ def _calls(runs: Runs, device: torch.device, most: int, short: int) -> tuple[Cal
         calls.append((slice(start, end), slice(key_start, key_end), lengths))
         start, key_start = end, key_end
     return tuple(calls)
-
-
-def _placed(runs: PlacedRuns) -> dict[str, Any]:
-    """Lengths of a varlen call; bounds are never short (see `Fa4Kernel`)."""
-    return {
-        "cu_seqlens_q": runs.queries,
-        "cu_seqlens_k": runs.keys,
-        "max_seqlen_q": max(runs.most_queries, FA4_SHORT + 1),
-        "max_seqlen_k": max(runs.most_keys, FA4_SHORT + 1),
-    }
 
 
 def _needs_equal_widths(q: Tensor, v: Tensor) -> str | None:

@@ -17,7 +17,8 @@ from megatron_prefix.features.graphs.placed import (
     Sheet,
     runs_of,
 )
-from megatron_prefix.layers.blocks.interface import PlacedRuns, Runs
+from megatron_prefix.features.graphs.placed_runs import PlacedKernel, PlacedRuns
+from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.sidecar.arena import DeviceBytes
 from megatron_prefix.tree.payload_map import Form, Level, RowMap, Run
@@ -40,7 +41,7 @@ def starts(lengths, more=2):
 def test_placed_runs_are_what_runs_are(seed, causal):
     """With keys that are nobody's behind them."""
     generator, kernel = torch.Generator().manual_seed(seed), KERNELS["math"]
-    rng = random.Random(seed)
+    placing, rng = PlacedKernel(kernel), random.Random(seed)
     queries = [rng.randint(1, 5) for _ in range(4)]
     keys = queries if causal else [rng.randint(1, 6) for _ in queries]
     sizes = (sum(queries), 4), (sum(keys) + 3, 2), (sum(keys) + 3, 2), (sum(queries), 4)
@@ -52,19 +53,19 @@ def test_placed_runs_are_what_runs_are(seed, causal):
     seen = k[: sum(keys)], v[: sum(keys)]
     expected, part = (
         kernel.forward(q, *seen, runs, 0.3),
-        kernel.forward_placed(q, k, v, placed, 0.3),
+        placing.forward(q, k, v, placed, 0.3),
     )
     torch.testing.assert_close((part.out, part.lse), (expected.out, expected.lse))
     merged = expected.out, expected.lse
     of_runs = kernel.backward(dout, q, *seen, *merged, expected.aux, runs, 0.3)
-    dq, dk, dv = kernel.backward_placed(dout, q, k, v, *merged, placed, 0.3)
+    dq, dk, dv = placing.backward(dout, q, k, v, *merged, (), placed, 0.3)
     torch.testing.assert_close((dq, dk[: sum(keys)], dv[: sum(keys)]), of_runs)
 
 
 def test_queries_without_keys_add_nothing():
     q, k = torch.ones(5, 2, 4, dtype=torch.float64), torch.ones(3, 2, 4, dtype=torch.float64)
     placed = PlacedRuns(starts([2, 3]), starts([0, 3]), False, 5, 3)
-    part = KERNELS["math"].forward_placed(q, k, k, placed, 1.0)
+    part = PlacedKernel(KERNELS["math"]).forward(q, k, k, placed, 1.0)
     assert part.out[:2].eq(0).all() and part.lse[:, :2].isneginf().all()
     torch.testing.assert_close(part.out[2:], torch.ones_like(part.out[2:]))
     assert part.lse[:, 2:].isfinite().all()

@@ -1,0 +1,113 @@
+"""Attention whose runs have their lengths on the device: a graph reads them in every replay."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_prefix.device.tolerance import accumulator_dtype
+from megatron_prefix.layers.blocks.batched import Saved
+from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial
+from megatron_prefix.layers.blocks.operators import FA4_RUNS, FA4_SHORT
+
+MOST_RUNS = {"math": sys.maxsize, "fa4": FA4_RUNS}
+"""Of kernels that can, by name, how many runs they take."""
+
+
+class PlacedRuns(NamedTuple):
+    """As `Runs`, on the device. Runs may be empty, and so may their keys; keys behind those of the
+    last run are nobody's.
+
+    Attributes:
+        queries, keys: first of each run and the end, int32 [runs + 1].
+        most_queries, most_keys: bounds on a run's.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    causal: bool
+    most_queries: int
+    most_keys: int
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """Of a varlen call; its bounds are never short (see `Fa4Kernel`)."""
+        return {
+            "cu_seqlens_q": self.queries,
+            "cu_seqlens_k": self.keys,
+            "max_seqlen_q": max(self.most_queries, FA4_SHORT + 1),
+            "max_seqlen_k": max(self.most_keys, FA4_SHORT + 1),
+        }
+
+
+class PlacedKernel(Kernel):
+    """One of these kernels, with `PlacedRuns`. Queries of runs without keys have 0 and a
+    log-sum-exp of -inf; gradients of keys that are nobody's are anything."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.name, self._kernel = kernel.name, kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Any, scale: float) -> Partial:
+        """See Kernel."""
+        if self.name == "math":
+            return _forward(q, k, v, runs, scale)
+        return Partial(*self._kernel.attend(q, k, v, scale, runs.causal, **runs.lengths))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Any, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See Kernel."""
+        saved = Saved(dout, q, k, v, out, lse)
+        if self.name == "math":
+            return _backward(saved, runs, scale)
+        gradients: Gradients = self._kernel.attend_backward(
+            saved, aux, scale, runs.causal, **runs.lengths
+        )
+        return gradients
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, runs: PlacedRuns, scale: float) -> Partial:
+    """The formulas of layers/blocks/math.py, without a word from the host."""
+    scores = _scores(q, k, runs, scale)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
+    out = torch.einsum("hgst,thd->shgd", weights, v.to(scores.dtype)).flatten(1, 2)
+    return Partial(out.to(q.dtype), lse.flatten(0, 1))
+
+
+def _backward(saved: Saved, runs: PlacedRuns, scale: float) -> Gradients:
+    dout, q, k, v, out, lse = saved
+    scores = _scores(q, k, runs, scale)
+    wide, heads = scores.dtype, k.shape[1]
+    p = torch.exp(scores - lse.to(wide).unflatten(0, (heads, -1)).unsqueeze(-1))
+    do, outs, queries = (x.to(wide).unflatten(1, (heads, -1)) for x in (dout, out, q))
+    d = (do * outs).sum(-1).permute(1, 2, 0).unsqueeze(-1)
+    ds = (torch.einsum("shgd,thd->hgst", do, v.to(wide)) - d) * p * scale
+    dq = torch.einsum("hgst,thd->shgd", ds, k.to(wide)).flatten(1, 2)
+    dk = torch.einsum("hgst,shgd->thd", ds, queries)
+    dv = torch.einsum("hgst,shgd->thd", p, do)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, runs: PlacedRuns, scale: float) -> Tensor:
+    """Scaled scores [kv_heads, group, queries, keys]; -inf where a key is not seen."""
+    wide = accumulator_dtype(q.dtype)
+    queries = q.to(wide).unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("shgd,thd->hgst", queries, k.to(wide)) * scale
+    number, place = _numbers(runs.queries, q)
+    key_number, key_place = _numbers(runs.keys, k)
+    hidden = number[:, None] != key_number
+    if runs.causal:
+        hidden |= key_place > place[:, None]
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def _numbers(starts: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each position its run, and its place in that."""
+    positions = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    number = torch.searchsorted(starts, positions, right=True) - 1
+    return number, positions - starts[number]
