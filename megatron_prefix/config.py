@@ -97,7 +97,7 @@ class PrefixConfig:
             device for the next run. Not set: they end with the process.
         plan_file: a plan to run instead of the planner's: a file that `plan --csv` has written.
         graph_tokens: run the layers of segments of up to this many positions as CUDA graphs, except
-            core attention, recurrences and experts. Segments are padded to multiples of a 32nd of
+            recurrences, experts and some attention. Segments are padded to multiples of a 32nd of
             it, and what they keep stays allocated between steps. 0: no graphs. "auto", in mode
             "auto": the longest length at which the device waits for the host, if steps get faster.
         verify: run the first N shared steps of each kind with both schedules on the same

@@ -1,7 +1,8 @@
 """One of Megatron's layers, as its graphs cut it.
 
 A layer is cut at the cores of its mixer, which see other positions in every segment: core
-attention, or a recurrent layer's convolution and rule.  Its kind says where they are (`Cut.core`).
+attention that cannot be inside (placed.py), or a recurrent layer's convolution and rule.  Its kind
+says where they are (`Cut.core`).
 Experts wait for the device, which says how many tokens each of them gets, so a layer of experts is
 cut once more: where `_forward_mlp` begins (TransformerLayer in
 megatron/core/transformer/transformer_layer.py).  The norm in front of them is captured, what is
