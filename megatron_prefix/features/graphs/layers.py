@@ -171,11 +171,11 @@ class LayerGraphs:
         cache, index, arena = context.cache, context.index, self.arenas.layers[layer]
         cache.check(layer, index)
         if context.inner and cache.state(layer, index) is not SegmentState.CAPTURED:
-            arena.open(index)
+            arena.reuse(index)
             cache.device = arena.values[0].device
             cache.captured(layer, index)
         if context.inner or context.num_levels:
-            arena.open_sums()
+            arena.reuse_sums()
 
     def begin_step(
         self, recomputed: Collection[int] = (), arenas: PlacedArenas | None = None

@@ -245,7 +245,7 @@ class PlacedArena(Arena):
         super().__init__(rows, device_bytes)
         self._owner, self._layer, self._written = owner, layer, 0
 
-    def open(self, index: int) -> None:
+    def reuse(self, index: int) -> None:
         """Before a graph writes a segment's payload."""
         rows = self._interval(index)
         if not self.values:
@@ -266,10 +266,10 @@ class PlacedArena(Arena):
         return rows
 
     def add(self, visible: Collection[int], what: Any, gradients: Payload) -> None:
-        self.open_sums()
+        self.reuse_sums()
         super().add(visible, what, gradients)
 
-    def open_sums(self) -> None:
+    def reuse_sums(self) -> None:
         """Before gradients are added."""
         if not self.sums:
             self.allocate(self.values, sums=True)

@@ -117,12 +117,12 @@ def test_gradients_of_an_earlier_segment_are_zeroed():
     places = PlacedArenas()
     arena, _ = arena_of(places, 6)
     arena.write(0, (torch.ones(4, 2, 8),) * 2)
-    arena.open_sums()
+    arena.reuse_sums()
     arena.sums[0].fill_(1.0)
-    arena.open(1)
+    arena.reuse(1)
     assert arena.sums[0][:, 0, 0].tolist() == [1, 1, 0, 0, 0, 0]
     with pytest.raises(RuntimeError, match="is a wave"):
-        arena.open(2)
+        arena.reuse(2)
 
 
 @pytest.mark.usefixtures("recorded_graphs")
