@@ -124,6 +124,7 @@ FAMILIES: dict[str, Family] = DRAWN | {
         "tiny-deepseek",
         {**_LATENTS, "mscale": 0.707, "mscale_all_dim": 0.707, "rotary_scaling_factor": 40.0},
     ),
+    "mla marked": Family("tiny-deepseek", _LATENTS, around="marked projections"),
     # Windows and sinks.
     **{f"window {n}": Family(spec={"num_layers": 3}, config=_windows(n))
        for n in (1, 7, 8, 30, 200)},

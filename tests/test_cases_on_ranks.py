@@ -37,7 +37,7 @@ def refused(says: str, each: Row) -> Row:
 ON_RANKS: dict[str, list[Row]] = {
     "tp2_sp": [
         row("own delta global", "small", recompute="full"),
-        *(row(name, "small") for name in ("mla", "mamba", "mtp 2", "experts bias")),
+        *(row(name, "small") for name in ("mla marked", "mamba", "mtp 2", "experts bias")),
         row("gdn", "whole"),
         row("dsa", "packs of chunks"),
         row("experts both", "joined", returns="per_token"),

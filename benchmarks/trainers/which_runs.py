@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from benchmarks.trainers import run_sources, vision_models
+from benchmarks.trainers import run_sources, test_own_delta, vision_models
 from megatron_prefix import trainers
 from megatron_prefix.trainers.trainer import Trainer
-from tests.core.trainers import test_own_delta
 from tests.harness.data import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "validation.md"

@@ -21,6 +21,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import gpt_model
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
@@ -164,6 +165,19 @@ def _adapted(**which: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    """MLA's projections down are marked as transformer-engine's: cut, which they are not."""
+    make = Linear.__init__
+
+    def marked(self: Any, *args: Any, **named: Any) -> None:
+        make(self, *args, **named)
+        vars(self.weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+
+    with mock.patch.object(Linear, "__init__", marked):
+        yield
+
+
 def _own_delta(case: Case, net: str, types: Sequence[str] = (LINEAR, FULL)) -> Any:
     return own_layers(types, net, LAYOUTS[case.layout].sequence_parallel)
 
@@ -173,6 +187,7 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "rotating": lambda case: sparse.rotating(),
     "learned_positions": lambda case: _positions("learned_absolute"),
     "no_positions": lambda case: _positions("none"),
+    "marked projections": lambda case: _marked(),
     "adapted": lambda case: _adapted(),
     "adapted fc2": lambda case: _adapted(targets=("linear_fc2",)),
     "adapted last": lambda case: _adapted(layers=(1,)),

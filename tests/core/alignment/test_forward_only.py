@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,20 +11,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func as stock_s
 from torch import Tensor
 
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.lab.runtime.groups import forget_logged_losses
-from megatron_prefix.megatron.logged_losses import logged_losses
-from megatron_prefix.refusals.table import FORWARD_COUNTS, FORWARD_GRAPH
+from megatron_prefix.refusals.table import FORWARD_GRAPH
 from tests.harness import steps
 from tests.harness.one_group import items, schedule_with
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
-
-BIAS: dict[str, Any] = {
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-}
-AUX: dict[str, Any] = {"moe_aux_loss_coeff": 1.0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,42 +26,6 @@ def _rank() -> Iterator[None]:
 
 def auto() -> Any:
     return schedule_with(looks_first=True, mode="auto", min_speedup=0.01)
-
-
-def counted(
-    schedule: Any, fields: dict[str, Any], around: Callable[[], Any], *, trains: bool
-) -> list[Tensor]:
-    """What routers have counted, and Megatron has logged of them, after two calls."""
-    forget_logged_losses()
-    spec = {key: value for key, value in fields.items() if key in AUX}
-    over = {key: value for key, value in fields.items() if key not in AUX}
-    model = small_model("tiny-moe", spec=spec, config_overrides=over).train(trains)
-    for _ in range(2):
-        with around():
-            steps.call(schedule, Contract().step, model, items(), forward_only=True)
-    counts = [one.clone() for name, one in unwrap(model).named_buffers() if "tokens" in name]
-    return counts + [one.clone() for one in logged_losses().values()]
-
-
-@pytest.mark.parametrize(
-    ("fields", "trains", "around"),
-    [(BIAS, True, contextlib.nullcontext), (BIAS, False, torch.no_grad),
-     (AUX, True, contextlib.nullcontext), (AUX, False, contextlib.nullcontext)],
-)  # fmt: skip
-def test_routers_count_what_the_stock_schedule_counts(
-    fields: dict[str, Any], trains: bool, around: Callable[[], Any]
-) -> None:
-    schedule = auto()
-    expected = counted(stock_schedule(), fields, around, trains=trains)
-    found = counted(schedule, fields, around, trains=trains)
-    assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
-    counts = around is contextlib.nullcontext and (trains or fields is BIAS)
-    assert any(one.any() for one in expected) == counts
-    assert schedule.report.decision.share is not counts
-    if counts:
-        with pytest.raises(CannotShare, match=FORWARD_COUNTS.name):
-            counted(schedule_with(), fields, around, trains=trains)
 
 
 class Attached(Contract):

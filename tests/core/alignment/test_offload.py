@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.host.segment import OffloadedSegment, addresses
-from megatron_prefix.features.host.transfers import Transfers
+from megatron_prefix.features.host.segment import OffloadedSegment
 from megatron_prefix.lab.data.generate import generate
-from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.rl.step_parts import watching
 from megatron_prefix.lab.verify import align
-from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness.arenas import offloaders, watch_arenas
-from tests.harness.failures import CONFIG, run
+from tests.harness.arenas import offloaders
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.predicted import predicted_bytes
 
@@ -29,65 +23,6 @@ from tests.harness.predicted import predicted_bytes
 def _rank() -> Iterator[None]:
     with one_rank():
         yield
-
-
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_neither_weights_nor_cached_keys_and_nothing_twice(
-    recompute: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cached: set[int] = set()
-    held: list[Any] = []  # an address names a tensor only as long as that lives
-    stored: list[int] = []
-    num_layers: dict[int, int] = {}
-
-    def seen(payload: Tensor) -> None:
-        held.append(payload)
-        cached.update(addresses(payload))
-
-    def store(self: Transfers, pairs: Any) -> None:
-        for device, host in pairs:
-            held.append(device)
-            stored.append(device.untyped_storage().data_ptr())
-            host.copy_(device)
-
-    done = OffloadedSegment.layer_done
-
-    def layer_done(self: OffloadedSegment) -> None:
-        before = len(stored)
-        done(self)
-        num_layers[id(self)] = num_layers.get(id(self), 0) + (len(stored) > before)
-        held.append(self)
-
-    watch_arenas(monkeypatch, seen)
-    monkeypatch.setattr(Transfers, "store", store)
-    monkeypatch.setattr(OffloadedSegment, "layer_done", layer_done)
-    model = small_model(recompute=recompute)
-    plan = plan_of_offloaded_step(model)
-    inner = unwrap(model)
-    weights = addresses(*inner.parameters(), *inner.buffers())
-    assert len(cached) == 2 * 2 * num_arenas(plan) and len(stored) > 10  # K and V of two layers
-    assert len(stored) == len(set(stored))
-    assert not set(stored) & (cached | weights)
-    # Inner segments of two trees; two layers each, and what follows the last.
-    assert len(num_layers) == sum(segment.inner for segment in plan.segments) >= 10
-    assert set(num_layers.values()) <= {2, 3}
-
-
-def plan_of_offloaded_step(model: Any) -> Plan:
-    schedule = PrefixSchedule(replace(CONFIG, memory="offload"))
-    run(schedule, model)
-    assert schedule.report is not None
-    return schedule.report.plan
-
-
-def num_arenas(plan: Plan) -> int:
-    """How often a layer takes an arena: for an inner segment, when no other one waits."""
-    found = waiting = 0
-    for action in plan.programs[0]:
-        if plan.segments[action.segment].inner:
-            found += action.kind == "F" and not waiting
-            waiting += 1 if action.kind == "F" else -1
-    return found
 
 
 def test_a_segment_is_loaded_in_the_backward_before_its_own(

@@ -143,51 +143,18 @@ def test_a_step_is_that_of_the_stock_schedule(name) -> None:
     assert 0 < unshared < executed < sum(map(len, rollouts()))
 
 
-# What trainers do otherwise -----------------------------------------------------------------------
-
-
-class Masked(RouterReplay):
-    """A RouterReplay with a mask of the positions that follow; None: all of them."""
-
-    target_replay_mask: Any = None
-
-    def set_target_indices(self, routes: Any, replay_mask: Any = None) -> None:  # type: ignore[override]
-        super().set_target_indices(routes)
-        self.target_replay_mask = replay_mask
-
-    def get_replay_topk(self, scores: Any, topk: int, *args: Any, **options: Any) -> Any:
-        _, own = options.pop("default_compute_topk", args[-1] if args else None)(scores, topk)
-        mask, routes = self.target_replay_mask, self.target_topk_idx
-        routes = routes if mask is None else torch.where(mask[:, None], routes, own)
-        return scores.gather(1, routes), routes
-
-
-def in_one_buffer(kept: dict[int, Any], router: Any, routes: torch.Tensor, _: int) -> None:
-    """Every microbatch's routes are written over those of the one before."""
-    buffer = kept.setdefault(router.layer_number, routes.new_zeros(200, routes.shape[1]))
-    buffer[: len(routes)] = routes
-    router.router_replay.set_target_indices(buffer[: len(routes)])
-
-
-def in_part(_: Any, router: Any, routes: torch.Tensor, number: int) -> None:
-    """The first microbatch has no mask, the others have one."""
-    if not isinstance(router.router_replay, Masked):
-        router.router_replay = Masked()
-        router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    mask = torch.arange(len(routes)) % 3 != 1 if number else None
-    router.router_replay.set_target_indices(routes, mask)
-
-
-@pytest.mark.parametrize("tell", [in_one_buffer, in_part])
-def test_what_a_router_is_told_of_one_microbatch_is_its_own(tell: Any) -> None:
+def test_a_buffer_that_every_microbatchs_routes_are_written_into() -> None:
+    buffers: dict[int, torch.Tensor] = {}
     with one_rank():
         built = small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
-        routers, kept = routers_in(built), {}
 
         def step(iterator: Iterator[Microbatch], model: Any) -> Any:
             batch = next(iterator)
-            for router in routers.values():
-                tell(kept, router, batch["routes"][0, :, router.layer_number - 1], batch["uid"])
+            for number, router in routers_in(built).items():
+                routes = batch["routes"][0, :, router.layer_number - 1]
+                whole = buffers.setdefault(number, routes.new_zeros(200, routes.shape[1]))
+                whole[: len(routes)] = routes
+                router.router_replay.set_target_indices(whole[: len(routes)])
             return CONTRACT.step(iter([batch]), model)
 
         found = []
@@ -235,22 +202,6 @@ def test_a_trainer_that_sets_no_routes_is_told_how(model) -> None:
     set_action(RouterReplayAction.RECORD)
     with pytest.raises(UserError, match=r"records routes, .* stock schedule"):
         run(model, items())
-
-
-def test_an_action_set_by_the_forward_step_is_followed(model) -> None:
-    def setting(*arguments: Any) -> Any:
-        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        return CONTRACT.step(*arguments)
-
-    set_action(RouterReplayAction.REPLAY_FORWARD)
-    steps.zero_gradients(model)
-    run(model, items())
-    expected = steps.gradients(model)
-    set_action(None)
-    steps.zero_gradients(model)
-    run(model, items(), setting)
-    found = steps.gradients(model)
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_routes_of_another_model_are_refused(model) -> None:

@@ -1,6 +1,6 @@
 """verl's own engine steps in Ray's workers, where its plugin alone turns the schedule on.
 
-    python -m tests.core.trainers.ray_steps LAYOUT...
+    python -m benchmarks.trainers.ray_steps LAYOUT...
 
 With verl and Ray in PYTHONPATH. Every rank is an actor of a Ray of this command's own, in a process
 that has imported nothing before; what a layout's name means says verl_steps.py, with "plugin". A
@@ -22,7 +22,7 @@ from benchmarks.trainers import on_ray
 from megatron_prefix.lab.runtime.groups import RENDEZVOUS
 from tests.core.trainers.worker import layout_of
 
-HOOK = "tests.core.trainers.ray_steps.on_cpu"
+HOOK = "benchmarks.trainers.ray_steps.on_cpu"
 
 
 def on_cpu():

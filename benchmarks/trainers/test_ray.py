@@ -1,6 +1,6 @@
 """A start with Ray: workers that have imported nothing get the schedule by verl's plugin alone.
 
-    RAY_TESTS=1 python -m pytest tests/core/trainers/test_ray.py
+    RAY_TESTS=1 python -m pytest benchmarks/trainers/test_ray.py
 
 A whole program with Ray takes minutes: benchmarks/trainers/verl_run.py and slime_run.py.
 """
@@ -34,7 +34,7 @@ def test_rays_workers_get_the_stock_schedules_results(tmp_path):
         "RAY_raylet_start_wait_time_s": "120",
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.core.trainers.ray_steps", *LAYOUTS],
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.trainers.ray_steps", *LAYOUTS],
         cwd=ROOT, env={**os.environ, **ON, **named}, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"layout"')]
