@@ -281,6 +281,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offload": {"memory": "offload", "chunk_tokens": 16},
     "a layer on the host": {"cache_host_layers": 1, "memory": "offload"},
     "all on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
+    "losses in leaves": {"loss_in_leaves": True, "segment_tokens": 24},
     "no parent": {"min_gain": 10**6},
     "joined": {"min_gain": 1},
     "joined 100": {"min_gain": 1, "segment_tokens": 100},

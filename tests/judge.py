@@ -105,19 +105,20 @@ def facts(report: Any) -> frozenset[str]:
     """What there was in a step of ours, by name; "shared": fewer tokens than the trainer has."""
     forest = report.forest
     inner = [segment for segment in forest.segments if segment.inner]
+    spans = [span for segment in forest.segments for span in segment.spans]
     joined = [segment for segment in forest.segments if segment.joined >= 0]
     crossed = getattr(report.crossed, "received_tokens", 0)
     is_there = {
         "shared": forest.executed_tokens < forest.raw_tokens or crossed,
         "several trees": num_trees(forest.segments) > 1,
         "loss in prompts": any(segment.scored for segment in inner),
-        "short spans": any(
-            span.length < 3 for segment in forest.segments for span in segment.spans
-        ),
+        "short spans": any(span.length < 3 for span in spans),
         "three levels": max_depth(forest) >= 3,
         "spans of many lengths": any(
             len({span.length for span in segment.spans}) > 1 for segment in inner
         ),
+        "ends left out": forest.raw_tokens
+        > sum(span.length * len(span.rollouts) for span in spans),
         "joined": joined,
         "joined below a prompt": any(segment.parents for segment in joined),
         "sidecar": report.cache_bytes > 0,

@@ -177,6 +177,13 @@ CALLS = [
     row("qk_norm", "recompute", form="thd", recompute="full"),
     row("qk_norm", "offload", form="thd"),
     row("experts both", "small", form="thd_padded"),
+    row("qk_norm", "losses in leaves", form="thd"),
+    # Ends of samples without loss are left out, where nothing counts them.
+    *(row("qk_norm", "small", "ends left out", form=form, loss_mask="tails") for form in FORMS[1:]),
+    row("qk_norm", "small", form="thd", loss_mask="tails", labels="absent", in_place="div"),
+    row("qk_norm", "small", form="thd", loss_mask="tails", session="evaluate"),
+    row("experts", "small", "ends left out", form="thd", loss_mask="tails"),
+    row("experts both", "small", form="thd", loss_mask="tails"),
     *(row("qk_norm", "small", form="thd", labels="absent", hook="doubled", session=session)
       for session in ("once", "evaluate")),
 ]  # fmt: skip

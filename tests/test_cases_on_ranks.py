@@ -44,8 +44,12 @@ ON_RANKS: dict[str, list[Row]] = {
         row("gpt-oss", "whole", form="thd_padded"),
         row("mtp experts", "small", form="one", **SCALED),
         row("gdn in packs", "small", form="thd_padded"),
+        row("qk_norm", "small", "ends left out", form="thd_padded", loss_mask="tails"),
     ],
-    "tp2": [row("own delta global"), row("gpt-oss"), row("adapted", "small")],
+    "tp2": [
+        *(row(name) for name in ("own delta global", "gpt-oss", "adapted")),
+        row("qk_norm", "small", form="thd", batch="of tp rank 0"),
+    ],
     "pp2": [
         auto_row("", False, True, arguments="of another layout"),
         auto_row(table.OTHER_SHAPE.fix, head="shortened", arguments="of another layout"),
@@ -78,6 +82,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("gdn", "small", recompute="full"),
         *(row(name, "small") for name in ("experts global", "dsa")),
         row("turns of three", "small", form="one"),
+        row("qk_norm", "small", "ends left out", form="thd", loss_mask="tails"),
         row("mamba in virtual stages", "small"),
         refused(table.SCALES_INTERLEAVED.name, row("experts both", "small", form="one", **SCALED)),
     ],
@@ -96,6 +101,8 @@ ON_RANKS: dict[str, list[Row]] = {
         row("gdn with CP", "small"),
         row("gdn in packs", "small", form="thd_padded"),
         row("windows last", "wave"),
+        *(row("qk_norm", "small", "ends left out", loss_mask=mask, form=form)
+          for mask, form in (("tails", "rows"), ("tails of rank 0", "thd_padded"))),
         row("experts both", "small", form="thd_padded"),
         row("experts bias", "small", form="one", returns="per_token"),
         row("experts both", "small", form="one", **SCALED),

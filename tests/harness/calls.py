@@ -35,9 +35,6 @@ class Form:
         mask: the call has the loss mask; without it every position counts as trained.
         where: "everywhere", or "ends": tokens on the first stage only, labels and mask on the last.
         sizes: samples of every microbatch.
-        by_tp_rank_0: only the first tensor-parallel rank has an iterator, and broadcasts.
-        tails: ends of samples carry no loss, as answers of tools, and some samples carry none at
-            all, as those that a filter has left out.
     """
 
     packed: bool = True
@@ -46,8 +43,6 @@ class Form:
     mask: bool = True
     where: str = "everywhere"
     sizes: tuple[int, ...] = (3, 1, 2, 2)
-    by_tp_rank_0: bool = False
-    tails: bool = False
 
 
 ROWS = Form(packed=False)
@@ -97,11 +92,7 @@ class Trainer:
 
     def samples(self, seed: int, num: int) -> list[Any]:
         """Tokens and trained flags of rollouts; see `samples`."""
-        found = samples(seed, num)
-        for number, (_, trained) in enumerate(found if self.form.tails else ()):
-            trained[-2 - number % 2 :] = False
-            trained[:] &= number % 3 != 0
-        return found
+        return samples(seed, num)
 
     def batch_of(self, members: Sequence[Any], number: int, multiple: int) -> dict[str, Any]:
         form, longest = self.form, max(len(tokens) for tokens, *_ in members)
@@ -133,8 +124,6 @@ class Trainer:
 
     def iterator(self) -> Any:
         """What is passed as `data_iterator` for one model chunk."""
-        if self.form.by_tp_rank_0 and parallel_state.get_tensor_model_parallel_rank():
-            return None
         return self._counted()
 
     def _counted(self) -> Iterator[dict[str, Any]]:
@@ -142,20 +131,9 @@ class Trainer:
             self.reads += 1
             yield batch
 
-    def _next(self, iterator: Any) -> dict[str, Any]:
-        if not self.form.by_tp_rank_0:
-            return next(iterator)
-        number = torch.zeros(1, dtype=torch.int64)
-        if iterator is not None:
-            number[0] = next(iterator)["number"]
-        source = parallel_state.get_tensor_model_parallel_src_rank()
-        group = parallel_state.get_tensor_model_parallel_group()
-        torch.distributed.broadcast(number, source, group=group)
-        return self.batches[int(number)]
-
     def step(self, iterator: Any, model: Any) -> Any:
         """A `forward_step_func`."""
-        batch = self._next(iterator)
+        batch = next(iterator)
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         everywhere = self.form.where == "everywhere"

@@ -523,7 +523,7 @@ class Trainer(calls.Trainer):
 
     def step(self, iterator: Any, model: Any) -> Any:
         """A `forward_step_func`."""
-        batch = self._next(iterator)
+        batch = next(iterator)
         given = {
             "input_ids": batch["whole"], "position_ids": batch["positions"],
             "pixel_values": batch["pixels"], "image_grid_thw": batch["grids"],

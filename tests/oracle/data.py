@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from tests.cases import LAYOUTS
@@ -193,6 +194,10 @@ def _batch(
         if case.loss_mask == "weighed":  # a row's value: any numbers, which differ by rollout
             mask = columns["loss_mask"][-1]
             mask[:n] = draw.uniform(0.5, 2, n) * (draw.random(n) > 0.3)
+        elif case.loss_mask.startswith("tails"):  # ends without loss, as answers of tools
+            mask = columns["loss_mask"][-1]
+            mask[max(n - 2 - index % 2, 0) :] = 0
+            mask *= (index + number) % 3 != 0  # of some samples nothing is trained
     batch: dict[str, Any] = {"number": number}
     for name, rows in columns.items():
         held = [row[_held(len(row), cp_rank, cp)] for row in rows]
@@ -300,6 +305,8 @@ def iterator(case: Case, found: list[dict[str, Any]], reads: list[int]) -> Any:
     """The data iterator of a call; appends to `reads` what is drawn from it."""
     ends = len(found) - 1 if case.raises == "data_ends" else len(found)
     items = _counted(_items(case, found[:ends]), reads)
+    if case.batch == "of tp rank 0" and parallel_state.get_tensor_model_parallel_rank():
+        return None
     return Pull(items) if case.batch == "get_next" else items
 
 

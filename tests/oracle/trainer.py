@@ -284,9 +284,7 @@ class Trainer:
         """One microbatch; `put` leaves a factor in a closure and returns how to read it."""
         global held
         case = self.case
-        item = iterator.get_next() if case.batch == "get_next" else next(iterator)
-        if case.batch == "index":
-            item = self.found[item]
+        item = self._next(iterator)
         number, last = int(get(item, "number")), len(self.found) - 1
         if case.raises == "before_call" and number == last:
             raise Boom
@@ -319,6 +317,18 @@ class Trainer:
         if case.calls == "reference_in_loss" or case.calls == "other_in_loss":
             before = None
         return output, self._loss(item, model, before, read_back, more)
+
+    def _next(self, iterator: Any) -> Any:
+        """What the iterator has; where only the first tensor-parallel rank has one, it tells."""
+        if self.case.batch == "get_next":
+            return iterator.get_next()
+        if self.case.batch == "of tp rank 0":
+            number = torch.tensor(0 if iterator is None else next(iterator)["number"])
+            source = parallel_state.get_tensor_model_parallel_src_rank()
+            dist.broadcast(number, source, parallel_state.get_tensor_model_parallel_group())
+            return self.found[int(number)]
+        item = next(iterator)
+        return self.found[item] if self.case.batch == "index" else item
 
     def _set_scale(self, when: str, number: int) -> None:
         """What losses of this microbatch are scaled by, where a trainer sets it now."""
@@ -404,7 +414,8 @@ class Trainer:
         named: dict[str, Any] = {}
         if case.labels == "given" and last:
             named["labels"] = get(item, "labels")
-        if case.loss_mask != "absent" and last:
+        knows = case.loss_mask != "tails of rank 0" or not dist.get_rank()
+        if case.loss_mask != "absent" and last and knows:
             named["loss_mask"] = get(item, "loss_mask")
         if case.packed:
             named["packed_seq_params"] = _packing(item, case)

@@ -1,4 +1,5 @@
-"""Model calls of every form, in every layout, answered as the stock schedule's are."""
+"""Model calls on several ranks that end, or that ranks with unequal memory make; those of every
+form are rows of the table of cases."""
 
 from __future__ import annotations
 
@@ -20,9 +21,7 @@ from megatron_prefix.plan import step_planner
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute import memory_control
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Forest
 from tests.harness.calls import VOCAB, Form, Trainer, assert_gradients, run_step
-from tests.harness.cases import check_cases
 from tests.harness.ranks import run_ranks
 
 CALLBACKS = Callbacks()
@@ -42,50 +41,6 @@ class Case:
     forward_only: bool = False
 
 
-ROUTERS = {
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.05,
-    "moe_z_loss_coeff": 0.01,
-}
-NO_ROUTERS = {**ROUTERS, "moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}
-ONE = {
-    "rows of unequal samples": Case(Form(packed=False, sizes=(3, 3, 1))),
-    "losses in leaves": Case(Form(), prefix={"loss_in_leaves": True}),
-    **{
-        f"tails, {name}": Case(Form(tails=True, **form), **case)
-        for name, (form, case) in {
-            "packed": ({"pad": 4}, {}),
-            "rows": ({"packed": False}, {}),
-            "logits": ({"logits": True}, {}),
-            "forward only": ({}, {"forward_only": True}),
-            "experts": ({}, {"model": "tiny-moe", "overrides": NO_ROUTERS}),
-            "experts that count": ({}, {"model": "tiny-moe", "overrides": ROUTERS}),
-        }.items()
-    },
-}
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 5000}
-JOBS = {
-    "one rank": (Layout(), ONE),
-    "TP2": (Layout(tp=2), {"one iterator": Case(Form(by_tp_rank_0=True))}),
-    "TP2 SP": (
-        Layout(tp=2, sequence_parallel=True), {"tails": Case(Form(pad=2, tails=True))},
-    ),
-    "PP2 VPP2": (
-        Layout(pp=2, vpp=2),
-        {
-            "tails": Case(Form(pad=2, tails=True)),
-            "data at the ends": Case(Form(where="ends", logits=True)),
-        },
-    ),
-    "CP2": (Layout(cp=2), {"tails, rows": Case(Form(packed=False, tails=True))}),
-    "DP2": (
-        Layout(dp=2),
-        {"tails, across ranks": Case(Form(tails=True), prefix={"across_ranks": "on"})},
-    ),
-}  # fmt: skip
-"""What rows of tests/test_cases.py have not: they have the other forms of calls."""
-
-
 def built(case: Case, layout: Layout) -> list[Any]:
     """Model chunks with one layer each, in fp64, for messages of any length."""
     layers = max(2, layout.pp * layout.vpp)
@@ -94,17 +49,6 @@ def built(case: Case, layout: Layout) -> list[Any]:
         spec, layout=layout, dtype="float64", **case.build,
         config_overrides={"variable_seq_lengths": True, **case.overrides},
     )  # fmt: skip
-
-
-def num_computed(forest: Forest) -> int:
-    """Positions of all rollouts that any segment computes, for each of them."""
-    spans = (span for segment in forest.segments for span in segment.spans)
-    return sum(span.length * len(span.rollouts) for span in spans)
-
-
-def compare(case: Case, layout: Layout) -> None:
-    """Ours against the stock schedule on the same calls."""
-    compare_with(case, layout, built(case, layout), Trainer)
 
 
 def compare_with(
@@ -127,9 +71,6 @@ def compare_with(
     assert schedule.report is not None and schedule.report.decision.share
     forest = schedule.report.forest
     assert forest.executed_tokens < 0.9 * forest.raw_tokens
-    if case.form.tails:
-        needs = case.overrides is ROUTERS or case.forward_only
-        assert needs == (num_computed(forest) == forest.raw_tokens)
     assert ours.reads == stock.reads and sorted(ours.ended) == sorted(stock.ended)
     assert [log["number"] for log in found] == [log["number"] for log in expected]
     if case.forward_only:
@@ -139,31 +80,6 @@ def compare_with(
         assert_close(mine["nll"], theirs["nll"], num)
     assert_gradients(own, gradients, num)
     assert case.forward_only or any(gradient.any() for gradient in gradients.values())
-
-
-@pytest.mark.parametrize("job", list(JOBS))
-def test_calls_are_answered_as_by_the_stock_schedule(job: str) -> None:
-    layout, every = JOBS[job]
-    check_cases(layout, every, compare)
-
-
-class UnlikeMasks(Trainer):
-    """Whose model calls have a mask on the first rank only."""
-
-    def arguments(self, batch: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        return {"loss_mask": None} if torch.distributed.get_rank() else {}
-
-
-def with_unlike_masks(layout: Layout) -> None:
-    runtime.initialize(layout)
-    case = Case(Form(tails=True))
-    compare_with(case, layout, built(case, layout), UnlikeMasks)
-    runtime.shutdown()
-
-
-def test_ranks_that_know_masks_unlike_cut_off_the_same_tails() -> None:
-    """A trainer's samples may fit the calls of one context-parallel rank and not of another."""
-    run_ranks(2, with_unlike_masks, Layout(cp=2))
 
 
 # What falls back, fails or is refused -------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.alignment.test_model_calls import CONFIG, NO_ROUTERS, Case, built, compare_with
+from tests.core.alignment.test_model_calls import CONFIG, Case, built, compare_with
 from tests.harness.calls import run_step
 from tests.harness.cases import check_cases
 from tests.harness.own_heads import HEADS, HeadForm, HeadTrainer, put_into
@@ -30,9 +30,7 @@ ONE = {
         HeadForm(head="filled"), build={"recompute": "full"}, prefix={"memory": "recompute"}
     ),
     "filled, which says something": Case(HeadForm(head="filled", scale=0.5)),
-    "moved, experts, tails": Case(
-        HeadForm(head="moved", tails=True), model="tiny-moe", overrides=NO_ROUTERS
-    ),
+    "moved, experts": Case(HeadForm(head="moved"), model="tiny-moe"),
 }
 JOBS = {
     "one rank": (Layout(), ONE),
