@@ -191,13 +191,7 @@ def _batch(
             "other": np.where(sample.trained, sample.tokens[:-1] + 1, sample.tokens[:-1]) % VOCAB,
         }.items():
             columns.setdefault(name, []).append(np.pad(values, (0, length - len(values))))
-        if case.loss_mask == "weighed":  # a row's value: any numbers, which differ by rollout
-            mask = columns["loss_mask"][-1]
-            mask[:n] = draw.uniform(0.5, 2, n) * (draw.random(n) > 0.3)
-        elif case.loss_mask.startswith("tails"):  # ends without loss, as answers of tools
-            mask = columns["loss_mask"][-1]
-            mask[max(n - 2 - index % 2, 0) :] = 0
-            mask *= (index + number) % 3 != 0  # of some samples nothing is trained
+        _mask(case, columns["loss_mask"][-1][:n], index, number, draw)
     batch: dict[str, Any] = {"number": number}
     for name, rows in columns.items():
         held = [row[_held(len(row), cp_rank, cp)] for row in rows]
@@ -211,6 +205,15 @@ def _batch(
     batch |= _masks(case, batch)
     batch["routes"] = torch.from_numpy(_routes(draw, batch["tokens"]))
     return batch
+
+
+def _mask(case: Case, mask: np.ndarray, index: int, number: int, draw: np.random.Generator) -> None:
+    """Changes a sample's mask to what rows have."""
+    if case.loss_mask == "weighed":  # any numbers, which differ by rollout
+        mask[:] = draw.uniform(0.5, 2, len(mask)) * (draw.random(len(mask)) > 0.3)
+    elif case.loss_mask.startswith("tails"):  # ends without loss, as answers of tools
+        mask[-2 - index % 2 :] = 0
+        mask *= (index + number) % 3 != 0  # of some samples nothing is trained
 
 
 def _held(length: int, rank: int, ranks: int) -> np.ndarray:
