@@ -12,7 +12,6 @@ import pytest
 from benchmarks import (
     across_ranks_planning,
     across_ranks_simulation,
-    calls,
     documents,
     peers,
     peers_step,
@@ -21,8 +20,6 @@ from benchmarks import (
 from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.cli.main import make_parser
 from megatron_prefix.lab.cli.modelling import model_options
-from megatron_prefix.lab.data.generate import generate
-from megatron_prefix.lab.data.rollouts import read_rollouts, write_rollouts
 from megatron_prefix.lab.models import presets
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify.matrix import rows
@@ -197,16 +194,3 @@ def test_rows_over_nccl_fill_the_gpus_in_both_dtypes(tmp_path, gpus, num):
         assert all(known[name].layout_in().world_size == gpus for name in args.only)
         dtypes.append(args.dtype)
     assert dtypes == ["bfloat16", "float32"]
-
-
-def test_calls_end_where_they_are_trained(tmp_path):
-    source, target = tmp_path / "rollouts.jsonl.gz", tmp_path / "calls.jsonl.gz"
-    groups = list(generate(2, 64, 96, 3, tree="turns", depth=3))
-    write_rollouts(source, groups)
-    assert calls.main([str(source), str(target)]) == 0
-    found = list(read_rollouts(target))
-    wanted = [(r, span) for group in groups for r in group.rollouts for span in r.loss]
-    assert len(found) == len(wanted) > sum(len(group.rollouts) for group in groups)
-    for one, (rollout, (start, end)) in zip(found, wanted, strict=True):
-        assert (one.group, one.loss, one.reward) == (rollout.group, ((start, end),), rollout.reward)
-        assert one.tokens.tolist() == rollout.tokens[:end].tolist()

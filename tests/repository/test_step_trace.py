@@ -49,16 +49,6 @@ def test_the_first_difference_is_shown_and_all_are_counted(tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_places_are_no_difference_and_views_can_be_left_out(tmp_path):
-    new = record()
-    rank = new["configs"]["one"][0]
-    rank["places"] = [4, 4, 4, 4]
-    assert compared(tmp_path, new) == 0
-    rank["operations"], rank["places"] = [0, 2, 1, 1, 0], [4] * 5
-    assert compared(tmp_path, new) == 1
-    assert compared(tmp_path, new, "--ignore-views") == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "value", "told"),
     [

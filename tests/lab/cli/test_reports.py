@@ -14,7 +14,6 @@ from megatron_prefix.lab.cli.arguments import add_fields
 from megatron_prefix.lab.cli.modelling import overrides_of
 from megatron_prefix.lab.rl.settings import GrpoConfig, RunOptions, TrainSettings
 from megatron_prefix.lab.runtime.layout import Layout
-from tests.harness.command_line import failure
 
 
 @dataclass
@@ -139,14 +138,3 @@ def test_rows_are_appended_with_all_that_the_generator_reads(tmp_path, monkeypat
     assert second["options"] == "mode on, passes without gradients"
     assert len(figures.newest([first, second])) == 2
     assert json.loads(path.read_text(encoding="utf-8").splitlines()[0]) == first
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["memory", "--record", "x.jsonl"], "--record takes rows of `bench`"),
-        (["--record", "no/such/folder/x.jsonl"], "is missing"),
-    ],
-)
-def test_what_cannot_be_recorded_is_refused_before_the_work(words, text, capsys):
-    assert text in failure(capsys, "bench", *words, "--shapes", "8:4:2")

@@ -159,24 +159,6 @@ def test_what_cannot_be_built_is_refused(name, layout, options, message):
         build_model(spec, layout=layout, **options)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "layout", "release", "message"),
-    [
-        ("", Layout(cp=2), "0.17.1", "no context parallelism before megatron-core 0.18"),
-        ("GG*-", Layout(), "0.16.1", "no GatedDeltaNet .G. before megatron-core 0.17"),
-        ("M-*M", Layout(pp=2, vpp=2), "0.16.1", "no virtual stages before megatron-core 0.17"),
-    ],
-)
-def test_what_older_releases_lack_is_refused(pattern, layout, release, message, monkeypatch):
-    """Of hybrid models; before ranks begin, so none waits for another."""
-    spec = PRESETS["tiny-nemotron-h" if "M" in pattern else "tiny-qwen3-next"]
-    fields = {"hybrid_override_pattern": pattern, "experimental_attention_variant": None}
-    spec = dataclasses.replace(spec, num_layers=4, vocab_size=VOCAB, **(fields if pattern else {}))
-    monkeypatch.setattr("megatron.core.__version__", release)
-    with pytest.raises(UserError, match=message):
-        build_model(spec, layout=layout)
-
-
 def test_a_model_that_no_machine_holds_is_refused():
     spec = resolve("tiny-llama", hidden_size=10**8).with_vocab(VOCAB)
     with pytest.raises(
