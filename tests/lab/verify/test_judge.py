@@ -172,14 +172,9 @@ def test_every_rank_is_heard():
 SEEDS = (13, 28)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_right_is_aligned_and_a_millionth_is_noticed(seed):
-    compared = small_case(seed).run()
-    assert compared.verdict.failures == ()
-    assert compared.unnoticed(1 + 1e-6) == []
+    with one_rank():
+        compared = small_case(seed).run()
+        assert compared.verdict.failures == ()
+        assert compared.unnoticed(1 + 1e-6) == []
