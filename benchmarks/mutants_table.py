@@ -235,8 +235,8 @@ _GRAPHS = (
     _graphs(
         "form-without-its-policy",
         "features/graphs/layers.py",
-        "        return GraphForm(len(hidden), self._running.mlp_tap is not None)",
-        "        return GraphForm(len(hidden), False)",
+        "        return GraphForm(len(hidden), self._running.mlp_tap is not None, attention)",
+        "        return GraphForm(len(hidden), False, attention)",
         f"{_G}\n{_G_MEMORY}",
     ),
     _graphs(
