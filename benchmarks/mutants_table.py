@@ -242,8 +242,8 @@ _GRAPHS = (
     _graphs(
         "sent-states-stay-in-their-place",
         "features/graphs/layers.py",
-        "            stays = saves or layer is not self._all[-1]",
-        "            stays = True",
+        "            stays, left = saves or layer is not self._all[-1], None",
+        "            stays, left = True, None",
     ),
     _graphs(
         "longer-than-its-set",
