@@ -109,7 +109,6 @@ _ACROSS = (
 # Graphs --------------------------------------------------------------------------------------
 
 _G = "tests/core/features/graphs/test_graphs.py"
-_G_EXPERTS = "tests/core/features/graphs/test_graphs_experts.py"
 _G_HYBRID = "tests/core/features/graphs/test_graphs_hybrid.py"
 _G_MEMORY = "tests/core/features/graphs/test_graphs_memory.py"
 _G_RANKS = "tests/core/features/graphs/test_graphs_ranks.py"
@@ -177,7 +176,7 @@ _GRAPHS = (
         "features/graphs/capture.py",
         "        if place.data_ptr() != hidden.data_ptr():\n            hidden = put_at",
         "        if False:\n            hidden = put_at",
-        f"{_G_MEMORY}\n{_G_EXPERTS}",
+        f"{_G_MEMORY}\n{_G_HYBRID}",
         why="numbers are the same: it is copied behind the norm, which holds more memory then",
     ),
     _graphs(
@@ -198,7 +197,7 @@ _GRAPHS = (
         "features/graphs/segment_graphs.py",
         "        self._kept += _shared_buffers()",
         "        _shared_buffers()",
-        _G_RANKS,
+        f"{_G_RANKS}\ntests/test_cases_on_ranks.py -k tp2_sp",
         why="the graphs of the tests, noted launches, hold what they read; CUDA's do not",
     ),
     _graphs(
@@ -313,8 +312,8 @@ _GRAPHS = (
 
 _GIVEN = "tests/core/run/read/test_given.py"
 _TOWER = "tests/core/run/read/test_tower.py"
-_PRINTS = "tests/core/run/read/test_fingerprints.py"
-_TRITON = "tests/core/device/test_triton_kernels.py"
+_PRINTS = "tests/core/run/read/test_given.py"
+_TRITON = "tests/core/device/test_fusion.py"
 _STEPS = "tests/core/alignment/test_vision.py"
 _vision = _area("vision", _GIVEN)
 _VISION = (
@@ -787,8 +786,8 @@ _REPLAY = "tests/core/alignment/test_replay.py"
 _QUEUES = "tests/core/alignment/test_replay_queues.py"
 _CALLS = "tests/core/alignment/test_routes_of_calls.py"
 _TOLD = "tests/core/features/replay/test_told.py"
-_READ = "tests/core/run/read/test_routes.py"
-_TABLE = "tests/core/features/replay/test_segment_routes.py"
+_READ = "tests/core/run/read/test_samples.py"
+_TABLE = "tests/core/features/replay/test_told.py"
 _replay = _area("replay", f"{_TOLD}\n{_REPLAY}")
 _ROUTES = (
     _replay(
@@ -984,14 +983,14 @@ _BYTES = (
         "plan/memory.py",
         "return values + (sum(gradients for _, gradients in layers) if self._returned else 0.0)",
         "return values",
-        "tests/core/plan/test_memory.py",
+        "tests/core/plan/test_memory_policy.py",
     ),
     _bytes(
         "what-runs-again-is-free",
         "plan/memory.py",
         'return saved * (action.kind == "B")',
         "return 0.0",
-        "tests/core/plan/test_memory.py",
+        "tests/core/plan/test_memory_policy.py",
     ),
 )
 

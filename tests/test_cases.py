@@ -84,6 +84,7 @@ ROWS = [
     ),
     row("experts both", "whole", recompute="moe+layernorm"),
     row("gqa", "joined", scale="by_microbatch"),
+    row("gqa", "small", calls="reference_before"),
     *(
         row("experts all", options, scale="by_microbatch", returns="per_token")
         for options in ("recompute chunks", "joined")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_prefix.errors import Refusal
 from megatron_prefix.refusals import table
 from tests import cases, judge
 from tests.cases import FURTHER, Row, auto_row, wrong
@@ -34,8 +35,25 @@ def refused(says: str, each: Row) -> Row:
     return replace(each, expects="refused", says=says)
 
 
+def graphs(model: str, options: str = "graphs", **values: str) -> Row:
+    """Layers on CUDA graphs, that the CPU emulates; a second step has its graphs from the first."""
+    small = {"tree": "groups", "session": "train", "form": "rows"}
+    return row(model, options, **{**small, **values})
+
+
+UNDONE = (False, True, True, False, False, False)
+"""What a trainer does from its fourth step on is met while that runs, on all ranks."""
+
+
+def undone(refusal: Refusal, late: str, **values: str) -> Row:
+    return auto_row(refusal.fix, *UNDONE, late=late, **values)
+
+
 ON_RANKS: dict[str, list[Row]] = {
     "tp2_sp": [
+        *(graphs(name) for name in ("gqa", "experts shared")),
+        row("gqa", "small", form="one", calls="reference_before"),
+        graphs("gdn", "graphs in chunks"),
         row("own delta global", "small", recompute="full"),
         *(row(name, "small") for name in ("mla marked", "mamba", "mtp 2", "experts bias")),
         row("gdn", "whole"),
@@ -51,6 +69,9 @@ ON_RANKS: dict[str, list[Row]] = {
         row("qk_norm", "small", form="thd", batch="of tp rank 0"),
     ],
     "pp2": [
+        graphs("mamba", "graphs in chunks"),
+        undone(table.TWO_CALLS, "second_call"),
+        undone(table.STRAY_GRADIENT, "outside_mask"),
         auto_row("", False, True, arguments="of another layout"),
         auto_row(table.OTHER_SHAPE.fix, head="shortened", arguments="of another layout"),
         auto_row(table.OTHER_SENT.fix, in_place="on every stage"),
@@ -75,6 +96,7 @@ ON_RANKS: dict[str, list[Row]] = {
     ],
     "pp4": [row("tied", "recompute", recompute="full", returns="per_token", scale="constant")],
     "pp2_vpp2": [
+        graphs("gqa", "graphs in chunks"),
         UNSHARED[1],
         row("mtp 5", "small", **FURTHER),
         row("gqa", "small", returns="per_token", scale="constant"),
@@ -88,6 +110,7 @@ ON_RANKS: dict[str, list[Row]] = {
     ],
     "pp3_vpp2": [row("gqa", "all on the host", recompute="full")],
     "cp2": [
+        graphs("mla experts"),
         row("qk_norm", "small"),
         row("mtp 5", "whole", **{**FURTHER, "form": "thd", "tree": "groups"}),
         *(row("gpt-oss", options) for options in ("wave recompute", "offload")),
@@ -108,6 +131,8 @@ ON_RANKS: dict[str, list[Row]] = {
         row("experts both", "small", form="one", **SCALED),
     ],
     "dp2": [
+        graphs("gqa", "graphs recompute", ddp="overlapped"),
+        undone(table.TWO_CALLS, "second_call", ddp="overlapped"),
         *(row(name, "small") for name in ("mtp", "experts global")),
         row("experts all", "joined", returns="per_token"),
         row("gqa", "small", ddp="overlapped", recompute="selective"),
@@ -133,6 +158,8 @@ ON_RANKS: dict[str, list[Row]] = {
     ],
     "dp3": [row("gqa", "small", tree="idle", ddp=ddp) for ddp in ("wrapped", "overlapped")],
     "ep2": [
+        row("experts behind a dense layer", "graphs in chunks", form="one"),
+        undone(table.STRAY_GRADIENT, "outside_mask", model="experts"),
         *(row(name, "small") for name in (
             "experts bias", "experts global", "experts all-gather", "mtp experts")),
         row("experts both", "joined", "joined"),

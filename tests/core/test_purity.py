@@ -1,7 +1,5 @@
 """Modules that must import neither torch nor Megatron, each in a process that has not."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -13,28 +11,14 @@ import pytest
 from tests.harness import data
 
 _WITHOUT_MARK = [
-    "lab.cli.arguments",
-    "lab.cli.generate",
-    "lab.cli.importing",
-    "lab.cli.inputs",
-    "lab.cli.main",
-    "lab.cli.modelling",
-    "lab.cli.outputs",
-    "lab.cli.plan",
-    "lab.cli.report",
-    "lab.cli.show",
-    "config",
-    "lab.data.checks",
-    "lab.data.generate",
-    "lab.data.importers",
-    "lab.data.jsonl",
-    "lab.data.rollouts",
-    "lab.data.shorten",
-    "errors",
-]
+    "lab.cli.arguments", "lab.cli.generate", "lab.cli.importing", "lab.cli.inputs", "lab.cli.main",
+    "lab.cli.modelling", "lab.cli.outputs", "lab.cli.plan", "lab.cli.report", "lab.cli.show",
+    "config", "lab.data.checks", "lab.data.generate", "lab.data.importers", "lab.data.jsonl",
+    "lab.data.rollouts", "lab.data.shorten", "errors",
+]  # fmt: skip
 
 
-def _marked() -> list[str]:
+def _marked():
     """Modules whose docstring says that they are pure."""
     package = data.REPOSITORY / "megatron_prefix"
     docstrings = {
@@ -57,15 +41,11 @@ if heavy:
 """
 
 
-def in_fresh_interpreter(code: str) -> None:
+def in_fresh_interpreter(code):
     done = subprocess.run(
-        [sys.executable, "-c", code + _HEAVY],
-        cwd=data.REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        [sys.executable, "-c", code + _HEAVY], cwd=data.REPOSITORY, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
@@ -92,39 +72,27 @@ for name in sys.argv[1:]:
 """
 
 
-def imported(*modules: str) -> dict[str, str]:
+def imported(*modules):
     """What each of them imports of the two, or why it cannot be imported, as JSON; each in a fork
     of an interpreter that has imported neither."""
     done = subprocess.run(
         [sys.executable, "-c", _EACH, *modules],
         cwd=data.REPOSITORY, capture_output=True, text=True, timeout=500, check=True,
     )  # fmt: skip
-    found: dict[str, str] = {}
+    found = {}
     for line in done.stdout.splitlines():
         found |= json.loads(line)
     return found
 
 
 @pytest.fixture(scope="module")
-def of_pure_modules() -> dict[str, str]:
+def of_pure_modules():
     return imported(*PURE)
 
 
 @pytest.mark.parametrize("module", PURE)
-def test_a_pure_module_needs_neither_torch_nor_megatron(
-    module: str, of_pure_modules: dict[str, str]
-) -> None:
+def test_a_pure_module_needs_neither_torch_nor_megatron(module, of_pure_modules):
     assert of_pure_modules[module] == "[]"
-
-
-def test_imports_of_others_are_seen() -> None:
-    found = imported("run.calls", "no.such.module")
-    assert found["run.calls"] == '["megatron", "torch"]' or found["run.calls"] == '["torch"]'
-    assert "ModuleNotFoundError" in found["no.such.module"]
-
-
-def test_marks_are_found() -> None:
-    assert {"tree.build", "plan.walk", "lab.runtime.layout", "lab.view.svg"} <= set(_marked())
 
 
 @pytest.mark.parametrize(
@@ -134,7 +102,7 @@ def test_marks_are_found() -> None:
         ["plan", str(data.BUNDLED), "--groups", "1", "--max-tokens", "100"],
     ],
 )
-def test_the_verb_plan_needs_neither_torch_nor_megatron(arguments) -> None:
+def test_the_verb_plan_needs_neither_torch_nor_megatron(arguments):
     code = (
         "import sys\nfrom megatron_prefix.lab.cli.main import main\n"
         "if main({!r}):\n    sys.exit(1)\n"
@@ -142,7 +110,7 @@ def test_the_verb_plan_needs_neither_torch_nor_megatron(arguments) -> None:
     in_fresh_interpreter(code.format(arguments))
 
 
-def test_the_list_of_verbs_imports_none_of_them() -> None:
+def test_the_list_of_verbs_imports_none_of_them():
     code = """
 import sys
 from megatron_prefix.lab.cli.main import VERBS, make_parser
@@ -152,8 +120,3 @@ if loaded:
     sys.exit(f"imported {loaded}")
 """
     in_fresh_interpreter(code)
-
-
-def test_the_check_itself_sees_torch() -> None:
-    with pytest.raises(AssertionError, match=r"imported \['torch'\]"):
-        in_fresh_interpreter("import sys\nsys.modules['torch'] = sys\n")

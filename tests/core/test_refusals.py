@@ -1,11 +1,8 @@
 """The table of refusals: every place that refuses uses it, and every line is used."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +17,7 @@ CORE = REPOSITORY / "megatron_prefix"
 NAMES = {name: value for name, value in vars(table).items() if isinstance(value, Refusal)}
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
+def sources():
     """Files of the core that may refuse, without those that say how."""
     for path in sorted(CORE.rglob("*.py")):
         name = str(path.relative_to(CORE))
@@ -28,40 +25,40 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
             yield name, ast.parse(path.read_text(encoding="utf-8"))
 
 
-def called(node: ast.AST) -> str:
+def called(node):
     """The name of the function or class that an expression calls; "" for another expression."""
     if not isinstance(node, ast.Call):
         return ""
     return getattr(node.func, "id", "") or getattr(node.func, "attr", "")
 
 
-def said(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def said(tree):
     """Refusals that are raised or yielded by name, and how many values each gets."""
     for node in ast.walk(tree):
-        if called(node) == "refused" and isinstance(node.args[0], ast.Name):  # type: ignore[attr-defined]
-            yield node.args[0].id, len(node.args) - 1  # type: ignore[attr-defined]
-        elif called(node) == "given" and isinstance(getattr(node.func, "value", None), ast.Name):  # type: ignore[attr-defined]
-            yield node.func.value.id, len(node.args)  # type: ignore[attr-defined]
+        if called(node) == "refused" and isinstance(node.args[0], ast.Name):
+            yield node.args[0].id, len(node.args) - 1
+        elif called(node) == "given" and isinstance(getattr(node.func, "value", None), ast.Name):
+            yield node.func.value.id, len(node.args)
 
 
-def makes_one(tree: ast.AST) -> bool:
+def makes_one(tree):
     return "CannotShare" in map(called, ast.walk(tree))
 
 
-def test_nothing_else_makes_the_error_of_a_refusal() -> None:
+def test_nothing_else_makes_the_error_of_a_refusal():
     assert [name for name, tree in sources() if makes_one(tree)] == []
     assert makes_one(ast.parse("raise CannotShare('no')"))
     assert makes_one(ast.parse("x = errors.CannotShare('no')"))
 
 
-def test_no_line_is_unused() -> None:
+def test_no_line_is_unused():
     used = {
         node.id for _, tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Name)
     }
     assert {name for name, one in NAMES.items() if one not in OPTIONS} - used == set()
 
 
-def test_every_place_gives_a_value_for_each_gap() -> None:
+def test_every_place_gives_a_value_for_each_gap():
     """Else a refusal would end in an error of its own."""
     found = [one for _, tree in sources() for one in said(tree) if one[0] in NAMES]
     assert {name for name, one in NAMES.items() if GAP in one.name + one.fix} <= {*dict(found)}
@@ -70,7 +67,7 @@ def test_every_place_gives_a_value_for_each_gap() -> None:
         assert text.count(GAP) == num, name
 
 
-def test_lines_are_whole() -> None:
+def test_lines_are_whole():
     assert len(TABLE) == len(NAMES) > 100
     assert Counter(one.name for one in TABLE).most_common(1)[0][1] == 1
     places = [*GROUPS]
@@ -84,7 +81,7 @@ def test_lines_are_whole() -> None:
         assert (one.where == "config") == (one.is_on is not None), one
 
 
-def test_trainers_name_their_own_lines() -> None:
+def test_trainers_name_their_own_lines():
     named = [one for trainer in trainers.TRAINERS for one in trainer.refused]
     assert {one.where for one in named} == {trainer.name for trainer in trainers.TRAINERS}
     for trainer in trainers.TRAINERS:
@@ -92,7 +89,7 @@ def test_trainers_name_their_own_lines() -> None:
     assert {*named} == {one for one in TABLE if GROUPS[one.where] == GROUPS["verl"]}
 
 
-def test_values_are_put_in_and_the_error_has_its_refusal() -> None:
+def test_values_are_put_in_and_the_error_has_its_refusal():
     found = refused(table.COLUMN_LENGTH, "labels", 2, 3)
     assert str(found).startswith("labels of a model call has 2 of 3 positions: give one")
     assert type(found) is CannotShare and found.refusal is table.COLUMN_LENGTH
@@ -104,7 +101,7 @@ def test_values_are_put_in_and_the_error_has_its_refusal() -> None:
 
 
 @pytest.mark.parametrize("refusal", [*OPTIONS, table.NOT_CAUSAL], ids=lambda one: one.name)
-def test_an_error_reaches_another_process_with_its_refusal(refusal: Refusal) -> None:
+def test_an_error_reaches_another_process_with_its_refusal(refusal):
     found = pickle.loads(pickle.dumps(refused(refusal)))  # noqa: S301  # our own
     assert type(found) is CannotShare and found.refusal == refusal
     if refusal.is_on is not None:

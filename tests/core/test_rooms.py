@@ -4,11 +4,9 @@ Every import counts: at the top of a file, in a function, under TYPE_CHECKING. W
 the lab in a string counts as well: so entry points and lists of classes name modules.
 """
 
-from __future__ import annotations
-
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,8 +29,13 @@ STOCK = r"^megatron\.(.*\.get_forward_backward_func|core\.pipeline_parallel(\.sc
 NAMED = re.compile(r"\bmegatron_prefix(?:\.\w+)+")
 
 
-def _imported(source: str) -> Iterator[str]:
+@functools.cache
+def _imported(source):
     """Dotted names of all modules that are imported, wherever and whenever."""
+    return [*_imports(source)]
+
+
+def _imports(source):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -41,7 +44,7 @@ def _imported(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _named(source: str) -> Iterator[str]:
+def _named(source):
     """Dotted names of the package in strings that are values: docstrings may name anything."""
     tree = ast.parse(source)
     texts = {
@@ -52,17 +55,17 @@ def _named(source: str) -> Iterator[str]:
             yield from NAMED.findall(node.value)
 
 
-def _sources(folder: Path) -> Iterator[tuple[str, str]]:
+def _sources(folder):
     """Files below a folder, by their path in the package, and what is in them."""
     for path in sorted(folder.rglob("*.py")):
         yield str(path.relative_to(PACKAGE)), path.read_text(encoding="utf-8")
 
 
-def _rooms(floor: Path) -> dict[str, set[str]]:
+def _rooms(floor):
     """Which rooms of a floor each of its rooms imports; files beside the rooms are none."""
     prefix = ".".join(("megatron_prefix", *floor.relative_to(PACKAGE).parts, ""))
     folders = {path.parent.name for path in floor.glob("*/__init__.py")} - {LAB}
-    used: dict[str, set[str]] = {folder: set() for folder in folders}
+    used = {folder: set() for folder in folders}
     for folder in folders:
         for path, source in _sources(floor / folder):
             if path in COMMANDS:
@@ -77,7 +80,7 @@ def _rooms(floor: Path) -> dict[str, set[str]]:
     return used
 
 
-def _circle(used: dict[str, set[str]]) -> list[str]:
+def _circle(used):
     """Rooms that import one another in a circle; empty where there are none."""
     left = dict(used)
     while left:
@@ -90,13 +93,13 @@ def _circle(used: dict[str, set[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("room", PURE_ROOMS)
-def test_tree_and_plan_import_neither_torch_nor_megatron(room) -> None:
+def test_tree_and_plan_import_neither_torch_nor_megatron(room):
     for path, source in _sources(PACKAGE / room):
         heavy = {name.partition(".")[0] for name in _imported(source)}
         assert not heavy & {"torch", "megatron"}, path
 
 
-def test_the_core_does_not_know_the_lab() -> None:
+def test_the_core_does_not_know_the_lab():
     """Neither by an import of any kind nor by a name in a string."""
     for path, source in _sources(PACKAGE):
         if path in COMMANDS or path.startswith(f"{LAB}/"):
@@ -106,7 +109,7 @@ def test_the_core_does_not_know_the_lab() -> None:
 
 
 @pytest.mark.parametrize("floor", [PACKAGE, PACKAGE / LAB, RUN], ids=["core", "lab", "run"])
-def test_no_two_rooms_import_each_other(floor) -> None:
+def test_no_two_rooms_import_each_other(floor):
     assert _circle(_rooms(floor)) == []
 
 
@@ -115,7 +118,7 @@ def test_no_two_rooms_import_each_other(floor) -> None:
     [(PACKAGE, "The core"), (PACKAGE / LAB, "The lab"), (RUN, "A step")],
     ids=["core", "lab", "run"],
 )
-def test_the_map_of_the_folders_is_true(floor, title) -> None:
+def test_the_map_of_the_folders_is_true(floor, title):
     """Every folder has its line, and imports only folders above it."""
     text = (data.REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = text.partition(f"#### {title}")[2].partition("###")[0]
@@ -126,7 +129,7 @@ def test_the_map_of_the_folders_is_true(floor, title) -> None:
         assert used[folder] <= set(order[:number]), folder
 
 
-def test_rooms_of_a_step_know_two_files_beside_them() -> None:
+def test_rooms_of_a_step_know_two_files_beside_them():
     """The other files of run/ are the order of a step."""
     prefix, rooms = "megatron_prefix.run.", _rooms(RUN)
     for path, source in _sources(RUN):
@@ -139,7 +142,7 @@ def test_rooms_of_a_step_know_two_files_beside_them() -> None:
             assert used <= KNOWN, path
 
 
-def _importing(pattern: str) -> list[str]:
+def _importing(pattern):
     """Files of the package that import a name that matches."""
     return [
         path
@@ -148,37 +151,16 @@ def _importing(pattern: str) -> list[str]:
     ]
 
 
-def test_nothing_imports_a_command() -> None:
+def test_nothing_imports_a_command():
     assert _importing(r"^megatron_prefix\b.*\.__main__\b") == []
 
 
-def test_one_file_asks_for_megatrons_schedule_one_replaces_it() -> None:
+def test_one_file_asks_for_megatrons_schedule_one_replaces_it():
     """Anything else would get the prefix schedule where `auto` has turned it on."""
     assert _importing(STOCK) == ["megatron/stock.py"]
     finders = [path for path, source in _sources(PACKAGE) if "sys.meta_path" in source]
     assert finders == ["auto/after_import.py"]
 
 
-def test_a_circle_would_be_found() -> None:
-    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "d"]
-    assert _circle({"a": {"b"}, "b": set()}) == []
-
-
-def test_every_kind_of_import_is_seen() -> None:
-    source = (
-        "if TYPE_CHECKING:\n    from megatron_prefix.lab import rl\n"
-        "def f():\n    import torch.nn\n    from megatron_prefix import run"
-    )
-    assert sorted(_imported(source)) == [
-        "megatron_prefix.lab.rl",
-        "megatron_prefix.run",
-        "torch.nn",
-    ]
-    source = (
-        '"""megatron_prefix.run"""\nx = ["megatron_prefix.lab.cli", f"megatron_prefix.run.{x}"]'
-    )
-    assert sorted(_named(source)) == ["megatron_prefix.lab.cli", "megatron_prefix.run"]
-
-
-def test_only_a_handful_of_files_is_at_the_root() -> None:
+def test_only_a_handful_of_files_is_at_the_root():
     assert {path.name for path in Path(PACKAGE).glob("*.py")} == AT_THE_ROOT

@@ -1,24 +1,18 @@
 """How `fa4` calls flash-attn-4, on a stand-in with the package's layouts; and when it is chosen."""
 
-from __future__ import annotations
-
-import logging
-import os
-import types
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import assert_close
-from megatron_prefix.lab.numerics.working_kernels import why
 from megatron_prefix.layers.blocks import kernels, operators
 from megatron_prefix.layers.blocks.batched import batches
 from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, choose_kernel
+from megatron_prefix.layers.blocks.repeated import Repeated
 from tests.harness.attention_cases import CASES, LAYOUTS, NARROW, Case, check, make, on_cuda
 
 MATH, FA4 = KERNELS["math"], KERNELS["fa4"]
@@ -34,10 +28,10 @@ LONG = {
 class StandIn:
     """The two functions of flash_attn.cute.interface, with its argument names and layouts."""
 
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
+    def __init__(self):
+        self.calls = []
 
-    def runs(self, q: Tensor, k: Tensor, call: dict[str, Any]) -> Runs:
+    def runs(self, q, k, call):
         self.calls.append({**call, "q": q, "k": k})
         if q.ndim == 4:
             assert q.shape[0] == k.shape[0] and not call["cu_seqlens_q"]
@@ -82,44 +76,31 @@ class StandIn:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+def library(monkeypatch):
     found = StandIn()
     monkeypatch.setattr(operators, "flash_attn_4", lambda: found)
     return found
 
 
 @pytest.mark.parametrize("case", [*CASES.values(), *LONG.values()], ids=[*CASES, *LONG])
-def test_blocks_match_full_attention(case: Case, library: StandIn) -> None:
+def test_blocks_match_full_attention(case, library):
     check(FA4, case, torch.bfloat16)
     assert library.calls
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides(layout: str, library: StandIn) -> None:
+def test_any_strides(layout, library):
     check(FA4, CASES["uneven rollouts"], torch.bfloat16, layout)
     check(FA4, LONG["one long run"], torch.float16, layout)
 
 
-def test_values_of_another_width(library: StandIn) -> None:
+def test_values_of_another_width(library):
     check(FA4, replace(NARROW, kv_heads=4), torch.bfloat16, "buffer")
     check(FA4, replace(LONG["one long run"], dim_v=8), torch.bfloat16, "buffer")
 
 
-def test_short_runs_compile_nothing_of_their_own(library: StandIn) -> None:
-    """Dense calls are long, and the bounds of others say nothing of short runs."""
-    for case in (*CASES.values(), *LONG.values()):
-        check(FA4, case, torch.bfloat16)
-    dense = [call for call in library.calls if call["q"].ndim == 4]
-    varlen = [call for call in library.calls if call["q"].ndim == 3]
-    for calls in (dense, varlen):
-        assert {call["causal"] for call in calls} == {True, False}
-    assert min(min(call["q"].shape[1], call["k"].shape[1]) for call in dense) > 256
-    assert {call["q"].shape[0] for call in dense} == {1, 3}
-    assert min(min(call["max_seqlen_q"], call["max_seqlen_k"]) for call in varlen) > 256
-
-
 @pytest.mark.parametrize("num", [256, 257, 600])
-def test_more_runs_are_several_calls(num: int, library: StandIn) -> None:
+def test_more_runs_are_several_calls(num, library):
     """flash-attn-4 compiles for calls of more than 256 runs."""
     lengths = tuple(1 + n % 3 for n in range(num))
     wave = Case((), lengths, heads=2, kv_heads=1)
@@ -136,59 +117,13 @@ def test_more_runs_are_several_calls(num: int, library: StandIn) -> None:
     assert len(sizes) == 3 * each
 
 
-def test_a_slice_of_a_cache_is_not_copied(library: StandIn) -> None:
-    arena = torch.randn(1000, 2, 2, 16, dtype=torch.bfloat16)  # K beside V
-    q = torch.randn(300, 4, 16, dtype=torch.bfloat16)
-    for runs in (Runs.dense(300, 290), Runs((100, 200), (90, 200))):
-        k, v = (x.squeeze(1)[40:330] for x in arena.split(1, dim=1))
-        FA4.forward(q, k, v, runs, 0.25)
-        assert library.calls[-1]["k"].data_ptr() == k.data_ptr()
-        assert library.calls[-1]["q"].data_ptr() == q.data_ptr()
-
-
-def test_what_compiles_is_said_once(library: StandIn, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        for name in ("equal rollouts", "one K/V head", "equal rollouts", "one K/V head"):
-            check(FA4, replace(CASES[name], dim=88, dim_v=88), torch.bfloat16)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2 and "2 query heads" in told[0] and "6 query heads" in told[1]
-
-
-def test_what_it_compiles_is_kept_on_disk(
-    library: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Unless the user says no; and the line says where."""
-    name = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-    found = types.SimpleNamespace(CUTE_DSL_CACHE_ENABLED=True, get_cache_path=lambda: "a/folder")
-    imported: list[str | None] = []
-
-    def module(_: str) -> Any:
-        imported.append(os.environ.get(name))
-        return found
-
-    monkeypatch.setattr(operators.importlib, "import_module", module)
-    for before, wanted in ((None, "1"), ("0", "0")):
-        monkeypatch.setenv(name, before or "")
-        if before is None:
-            monkeypatch.delenv(name)
-        REAL_FA4.__wrapped__()
-        assert imported.pop() == wanted
-    for enabled, width, words in (
-        (True, 104, "results are kept in a/folder"), (False, 120, "once a process"),
-    ):  # fmt: skip
-        found.CUTE_DSL_CACHE_ENABLED = enabled
-        with caplog.at_level(logging.WARNING):
-            check(FA4, Case((), (3,), dim=width, dim_v=width), torch.bfloat16)
-        assert words in caplog.records[-1].getMessage()
-
-
 # Where it runs ------------------------------------------------------------------------------------
 
 
 def refusal(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], width: int, width_v: int,
-    group: int = 2,
-) -> str | None:  # fmt: skip
+    monkeypatch, capability, width, width_v,
+    group = 2,
+):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     shapes = (2 * group, width), (2, width), (2, width_v)
     return FA4.refusal(*(on_cuda(torch.empty(4, *one, dtype=torch.bfloat16)) for one in shapes))
@@ -197,27 +132,23 @@ def refusal(
 @pytest.mark.parametrize(
     ("capability", "widths", "group", "reason"),
     [
-        ((9, 0), (128, 128), 4, None),
-        ((9, 0), (192, 128), 1, None),
-        ((9, 0), (192, 128), 2, "as wide as queries"),
-        ((9, 0), (256, 256), 4, None),
-        ((10, 0), (192, 128), 4, None),
-        ((10, 3), (256, 256), 4, None),
-        ((10, 0), (192, 192), 4, "up to 128"),
-        ((8, 0), (128, 128), 4, "got 8.0"),
+        ((9, 0), (128, 128), 4, None), ((9, 0), (192, 128), 1, None),
+        ((9, 0), (192, 128), 2, "as wide as queries"), ((9, 0), (256, 256), 4, None),
+        ((10, 0), (192, 128), 4, None), ((10, 3), (256, 256), 4, None),
+        ((10, 0), (192, 192), 4, "up to 128"), ((8, 0), (128, 128), 4, "got 8.0"),
         ((12, 0), (128, 128), 4, "got 12.0"),
     ],
-)
+)  # fmt: skip
 def test_devices_and_widths(
-    capability: tuple[int, int], widths: tuple[int, int], group: int, reason: str | None,
-    library: StandIn, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    capability, widths, group, reason,
+    library, monkeypatch,
+):  # fmt: skip
     found = refusal(monkeypatch, capability, *widths, group)
     assert (found is None) if reason is None else (found is not None and reason in found)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
+def test_a_missing_package_is_named(monkeypatch):
+    def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}\nand more")
 
     monkeypatch.setattr(operators.importlib, "import_module", missing)
@@ -231,12 +162,12 @@ Reasons = dict[str, str | None]
 
 
 @pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch) -> tuple[Reasons, list[str]]:
+def reasons(monkeypatch):
     """What probing finds, and for which kernels it was asked."""
-    found: Reasons = dict.fromkeys(KERNELS)
-    asked: list[str] = []
+    found = dict.fromkeys(KERNELS)
+    asked = []
 
-    def probed(name: str, *heads: object) -> str | None:
+    def probed(name, *heads):
         asked.append(name)
         return found[name]
 
@@ -244,10 +175,10 @@ def reasons(monkeypatch: pytest.MonkeyPatch) -> tuple[Reasons, list[str]]:
     return found, asked
 
 
-def test_auto_prefers_it_where_it_works(reasons: tuple[Reasons, list[str]]) -> None:
+def test_auto_prefers_it_where_it_works(reasons):
     found, asked = reasons
 
-    def auto() -> str:
+    def auto():
         return choose_kernel("auto", "cuda:0", torch.bfloat16, 128).name
 
     assert auto() == "fa4" and asked == ["fa4"]
@@ -260,27 +191,136 @@ def test_auto_prefers_it_where_it_works(reasons: tuple[Reasons, list[str]]) -> N
     assert choose_kernel("auto", "cuda:0", torch.float64, 128).name == "math"
 
 
-def test_auto_says_why(reasons: tuple[Reasons, list[str]]) -> None:
-    found, _ = reasons
-
-    def told(dtype: torch.dtype = torch.bfloat16) -> str:
-        return why("cuda:0", dtype, 128, group=4)
-
-    assert told() == "fa4, the fastest here"
-    assert told(torch.float64) == "math, which is exact"
-    found["fa4"] = "needs flash-attn-4: pip install flash-attn-4=="
-    missing = "fa4 needs flash-attn-4: pip install flash-attn-4=="
-    assert told() == f"cudnn or flash by shape: {missing}"
-    found["cudnn"] = "broken"
-    assert told() == f"flash: {missing}; cudnn broken"
-    found |= dict.fromkeys(("fa4", "cudnn", "flash"), "takes bfloat16 and float16")
-    assert told() == "math: fa4 takes bfloat16 and float16 (cudnn, flash likewise)"
-
-
-def test_only_kernels_that_could_be_chosen_are_tried(reasons: tuple[Reasons, list[str]]) -> None:
+def test_only_kernels_that_could_be_chosen_are_tried(reasons):
     found, asked = reasons
     choose_kernel("cudnn+flash", "cuda:0", torch.bfloat16, 128)
     assert asked == ["cudnn", "flash"]
     found["fa4"] = "no"
     with pytest.raises(UserError, match="'fa4' does not work here: no; use math, flash_cpu, flash"):
         choose_kernel("fa4", "cuda:0", torch.bfloat16, 128)
+
+
+# Forwards of flash-attn-4 that are made again, on a stand-in with its cache of kernels ------------
+
+
+class Aux(NamedTuple):
+    """As flash_attn.cute's, without tensors of a mask."""
+
+    tensors: Any = None
+
+
+class Library:
+    """`_flash_attn_fwd`: a function that finds its kernel in an attribute of its own.
+
+    Attributes:
+        calls: of the function.
+        launches: of kernels.
+        change: of the arguments, before a launch.
+    """
+
+    def __init__(self):
+        self.calls = self.launches = 0
+        self.change = lambda arguments: None
+
+        def function(q, k, v, *, scale, starts=None):
+            self.calls += 1
+            out, lse = torch.empty(q.shape), torch.empty(q.shape[::-1][1:])
+            arguments = [*(x.detach() for x in (q, k, v)), out.detach(), lse, scale, starts, Aux()]
+            again = self.change(arguments)
+            if "key" not in function.compile_cache:
+                function.compile_cache["key"] = self.kernel
+            for _ in range(2 if again else 1):
+                function.compile_cache["key"](*arguments)
+            return out, lse, None
+
+        function.compile_cache = {}
+        self.function = function
+
+    def kernel(self, q, k, v, out, lse, *more):
+        """Something of all that it gets."""
+        self.launches += 1
+        scale, starts, aux = more
+        assert aux == Aux() and not any(x.requires_grad for x in (q, k, v))
+        torch.mul(q + 2 * k + 3 * v, scale, out=out)
+        torch.add(out.sum(-1).T, 0 if starts is None else starts.sum(), out=lse)
+
+
+def tensors(seed, **options):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(5, 2, 4, generator=draw).requires_grad_() for _ in range(3)]
+
+
+def compare(repeated, library, given, **options):
+    """With what the function gives when nobody watches it."""
+    wanted = Library().function(*given, **options)
+    got = repeated(library.function, *given, **options)
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=False))
+    assert type(library.function.compile_cache) is dict
+
+
+def test_calls_of_a_layout_are_made_once():
+    library, repeated, starts = Library(), Repeated(), torch.tensor([0, 5])
+    for number in range(4):
+        compare(repeated, library, tensors(number), scale=0.5, starts=starts)
+    assert (library.calls, library.launches) == (1, 4)
+
+
+def test_other_layouts_and_options_are_other_calls():
+    library, repeated, starts = Library(), Repeated(), torch.tensor([0, 5])
+    wide = [torch.randn(5, 2, 8)[..., ::2] for _ in range(3)]
+    for _ in range(2):
+        compare(repeated, library, tensors(0), scale=0.5)
+        compare(repeated, library, tensors(1), scale=0.25)
+        compare(repeated, library, tensors(2), scale=0.5, starts=starts)
+        compare(repeated, library, tensors(3), scale=0.5, starts=starts.clone())
+        compare(repeated, library, [x[:3] for x in tensors(4)], scale=0.5)
+        compare(repeated, library, wide, scale=0.5)
+    # A tensor of options is told by which it is: the clone is another one each time.
+    assert (library.calls, library.launches) == (7, 12)
+
+
+def test_a_tensor_that_the_library_copies_is_another_layout():
+    """It copies one whose place is not aligned to 16 bytes; a launch would read it as it lies."""
+    library, repeated = Library(), Repeated()
+
+    def copied(arguments):
+        for place in range(3):
+            if arguments[place].data_ptr() % 16:
+                arguments[place] = arguments[place].clone()
+
+    library.change = copied
+    launched = []
+    kernel = library.kernel
+    library.kernel = lambda *given: (launched.extend(given[:3]), kernel(*given))[1]
+    for offset in (0, 0, 1, 1, 0):
+        given = [torch.randn(41)[offset : offset + 40].view(5, 2, 4) for _ in range(3)]
+        compare(repeated, library, given, scale=0.5)
+    assert not any(one.data_ptr() % 16 for one in launched)
+    assert library.calls == 3
+
+
+def test_a_step_begins_anew():
+    library, repeated = Library(), Repeated()
+    for _ in range(2):
+        compare(repeated, library, tensors(0), scale=0.5)
+        repeated.forget()
+    assert library.calls == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda arguments: True,  # two launches
+        lambda arguments: arguments.__setitem__(0, arguments[0].clone()),
+        lambda arguments: arguments.__setitem__(7, Aux(torch.ones(1))) or None,
+        lambda arguments: arguments.__setitem__(6, torch.zeros(2)),
+    ],
+    ids=["launches", "a copy", "a tensor inside", "a tensor of its own"],
+)
+def test_what_cannot_be_made_again_is_called(change):
+    library, repeated = Library(), Repeated()
+    library.change = change
+    library.kernel = lambda *arguments: None
+    for number in range(3):
+        repeated(library.function, *tensors(number), scale=0.5)
+    assert library.calls == 3

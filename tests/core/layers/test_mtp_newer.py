@@ -4,8 +4,6 @@ release lacks, calls without labels and detached heads.
 Run as a script it prints what is not as rows say, in whatever release is installed.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -29,8 +27,13 @@ from tests.test_cases import MTP
 
 CROSSED = {"tree": "on_all_ranks"}
 LATER = ("mtp without labels", "mtp detached")
-OTHERS = [each for each in MTP if each.values["model"] not in LATER]
-ROWS = [*OTHERS[::5], *(each for each in MTP if each.values["model"] in LATER)]
+OTHERS = [
+    each
+    for each in MTP
+    if each.values["model"] not in LATER and each.values.get("scale") != "by_microbatch"
+]
+"""Megatron 0.19 asks a function of scales without a loss."""
+ROWS = [*OTHERS[::9], *(each for each in MTP if each.values["model"] in LATER)]
 ACROSS = [
     row("mtp", "across_ranks", "crossed", **CROSSED),
     row("mtp detached", "across_ranks", "crossed", labels="absent", **CROSSED),
@@ -39,7 +42,7 @@ ACROSS = [
 
 
 @pytest.mark.slow
-def test_steps_are_the_stock_schedules() -> None:
+def test_steps_are_the_stock_schedules():
     assert without_labels() is WithoutLabels.FAILS, "the suite's release"
     folders = [str(installed("megatron")), *sys.path]
     done = subprocess.run(
@@ -53,7 +56,7 @@ def test_steps_are_the_stock_schedules() -> None:
     )
 
 
-def main() -> None:
+def main():
     """See the top of the file."""
     assert all(map(judge.is_possible, ROWS + ACROSS))
     lines = judge.run_on_ranks("dp2", [

@@ -1,11 +1,9 @@
 """Attention of a tree's segments by blocks, cache and merge, against full causal attention."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import gc
+import sys
+from collections import Counter
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_prefix.features.host.arena import HostLayers
-from megatron_prefix.features.host.segment import Offloader
-from megatron_prefix.features.host.transfers import Transfers
+from benchmarks.host_layers import kernel_of, run, wave
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.plans.forest import num_trees, trees
 from megatron_prefix.layers.blocks.core import own_kernel_runs, segment_attention
@@ -24,9 +20,8 @@ from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build, cp_layout
-from megatron_prefix.tree.payload_map import Form, PayloadMap, payload_map
-from tests.harness.played_ranks import PlayedRank, play, spread
+from megatron_prefix.tree import Pairs, TreeOptions, build
+from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness.trees import rollout_sets, tree_options
 
 pytestmark = pytest.mark.turns
@@ -45,16 +40,16 @@ class Heads:
     value_dim: int = 8
 
     @property
-    def scale(self) -> float:
+    def scale(self):
         return 0.7 * self.dim**-0.5
 
 
-def random_tensors(forest: Forest, heads: Heads, dtype: torch.dtype) -> Results:
+def random_tensors(forest, heads, dtype):
     """Per layer and segment q, k, v and the output's gradient; zero gradient for padding."""
     generator = torch.Generator().manual_seed(1)
     widths = {"q": (heads.query, heads.dim), "k": (heads.kv, heads.dim)}
     widths |= {"v": (heads.kv, heads.value_dim), "dout": (heads.query, heads.value_dim)}
-    found: Results = {name: [] for name in widths}
+    found = {name: [] for name in widths}
     for _ in range(NUM_LAYERS):
         for segment in forest.segments:
             for name, shape in widths.items():
@@ -67,27 +62,18 @@ def random_tensors(forest: Forest, heads: Heads, dtype: torch.dtype) -> Results:
     return found
 
 
-def not_padding(forest: Forest, segment) -> Tensor:  # type: ignore[no-untyped-def]
+def not_padding(forest, segment):
     """Which positions of a segment are no padding, bool [padded_length]."""
     flags = [np.arange(span.padded) < span.length for span in segment.spans]
     return torch.from_numpy(np.concatenate(flags))
 
 
-def planned(forest: Forest, parts: int = 1, shares: int | None = None) -> PayloadMap:
+def planned(forest, parts=1, shares=None):
     """Where K/V lie when forwards and backwards run as one rank's plan has them."""
     return payload_map(forest.segments, make_plan(forest).actions_of(0, 0), parts, shares)
 
 
-def by_segments(
-    forest: Forest,
-    given: Results,
-    heads: Heads,
-    kernel: str,
-    *,
-    recompute: bool = False,
-    cache: SidecarCache | None = None,
-    place: tuple[int, int] = (0, 1),
-) -> Results:
+def by_segments(forest, given, heads, kernel, *, recompute=False, cache=None, place=(0, 1)):
     """Forwards and backwards as one rank's plan has them, which uses rows of the arena again.
 
     Args:
@@ -102,7 +88,7 @@ def by_segments(
     if cache is None:
         cache = SidecarCache(planned(forest), [Form.POSITIONS] * NUM_LAYERS)
     leaves = {n: [x.clone().requires_grad_() for x in given[n]] for n in ("q", "k", "v")}
-    outputs: dict[tuple[int, int], Tensor] = {}
+    outputs = {}
     num = len(forest.segments)
     for kind, index in make_plan(forest).actions_of(0, 0):
         segment = forest.segments[index]
@@ -128,19 +114,17 @@ def by_segments(
     return found | {f"d{name}": [x.grad for x in leaves[name]] for name in leaves}
 
 
-def context_of(
-    index: int, segment: Segment, cache: SidecarCache, place: tuple[int, int] = (0, 1)
-) -> SegmentContext:
+def context_of(index, segment, cache, place=(0, 1)):
     runs = own_kernel_runs(cache.map.lengths[index], *place)
     return SegmentContext(index, segment.inner, runs, torch.zeros(0), cache)
 
 
-def by_full_attention(forest: Forest, given: Results, heads: Heads) -> Results:
+def by_full_attention(forest, given, heads):
     """Every rollout whole, in fp64; a span of several rollouts is taken from the first."""
     leaves = {n: [x.double().requires_grad_() for x in given[n]] for n in ("q", "k", "v")}
     num = len(forest.segments)
     outputs = [x.new_zeros(len(x), heads.query, heads.value_dim).double() for x in given["q"]]
-    done: set[tuple[int, int]] = set()
+    done = set()
     for path in forest.paths:
         for layer in range(NUM_LAYERS):
             q, k, v = (
@@ -163,13 +147,13 @@ def by_full_attention(forest: Forest, given: Results, heads: Heads) -> Results:
     return found | {f"d{name}": [x.grad for x in leaves[name]] for name in leaves}
 
 
-def span_of(x: Tensor, forest: Forest, index: int, number: int) -> Tensor:
+def span_of(x, forest, index, number):
     spans = forest.segments[index].spans
     start = sum(span.padded for span in spans[:number])
     return x[start : start + spans[number].length]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
+def attention(q, k, v, heads):
     """Causal attention of one sequence with a mask, [positions, heads, value_dim]."""
     k, v = (x.repeat_interleave(heads.query // heads.kv, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * heads.scale
@@ -177,22 +161,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
-def check(
-    forest: Forest,
-    heads: Heads,
-    dtype: torch.dtype,
-    kernel: str,
-    **options: Any,
-) -> None:
+def check(forest, heads, dtype, kernel, **options):
     given = random_tensors(forest, heads, dtype)
     compare(
         forest, heads, dtype, kernel, given, by_segments(forest, given, heads, kernel, **options)
     )
 
 
-def compare(
-    forest: Forest, heads: Heads, dtype: torch.dtype, kernel: str, given: Results, found: Results
-) -> None:
+def compare(forest, heads, dtype, kernel, given, found):
     """Against full attention, under the numerics policy."""
     wanted = by_full_attention(forest, given, heads)
     keep = torch.cat([not_padding(forest, segment) for segment in forest.segments] * NUM_LAYERS)
@@ -205,13 +181,13 @@ def compare(
         assert_close(*pair, longest, dtype, f"{names[0]} by {kernel}")
 
 
-def forest_of(lengths: Sequence[tuple[int, int]], options: TreeOptions | None = None) -> Forest:
+def forest_of(lengths, options=None):
     """Rollouts that share the first positions with the one before: (shared, own) each.
 
     One that shares nothing begins a tree.
     """
     draw = np.random.default_rng(0)
-    rollouts: list[Pairs] = []
+    rollouts = []
     tokens = np.zeros(0, np.int64)
     for shared, own in lengths:
         tokens = np.concatenate([tokens[:shared], draw.integers(0, 1000, own)])
@@ -240,40 +216,19 @@ PACKED = {
 }
 by_every_kernel = pytest.mark.parametrize(
     ("kernel", "dtype"),
-    [
-        ("math", torch.float64),
-        ("math", torch.float32),
-        ("math", torch.bfloat16),
-        ("flash_cpu", torch.float32),
-        ("flash_cpu", torch.bfloat16),
-    ],
+    [("math", torch.float64), ("math", torch.bfloat16), ("flash_cpu", torch.float32)],
 )
-
-
-@pytest.mark.parametrize(
-    "heads",
-    [
-        Heads(query=4, kv=4),
-        Heads(query=6, kv=1),
-        Heads(query=4, kv=4, dim=24, value_dim=16),  # multi-latent attention
-        Heads(query=2, kv=2, dim=8, value_dim=20),
-    ],
-    ids=["a K/V head each", "one K/V head", "narrower values", "wider values"],
-)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_shapes_of_heads(heads: Heads, dtype: torch.dtype) -> None:
-    check(PACKED["large and small"], heads, dtype, "math")
 
 
 # Segments of many trees ---------------------------------------------------------------------------
 
 
-def test_the_forests_have_what_they_are_for() -> None:
+def test_the_forests_have_what_they_are_for():
     """Else an equal result proves nothing."""
     for name, forest in PACKED.items():
         assert num_trees(forest.segments) >= 5
         assert any(len({*numbers}) > 1 for numbers in trees(forest.segments))
-        mixed: dict[int, set[int]] = {}
+        mixed = {}
         for path in forest.paths:
             mixed.setdefault(path[-1].segment, set()).add(len(path))
         assert max(map(len, mixed.values())) > 1, "no wave has leaves of several depths"
@@ -286,7 +241,7 @@ def test_the_forests_have_what_they_are_for() -> None:
         assert again.length < sum(rows.stop - rows.start for rows in again.intervals if rows)
 
 
-def ways(forest: Forest) -> set[type]:
+def ways(forest):
     """How keys are read: neighbours in the arena as a view, others by an index."""
     levels = (level for of in planned(forest).levels for level in of)
     return {Tensor if level.rows is None else slice for level in levels}
@@ -295,12 +250,12 @@ def ways(forest: Forest) -> set[type]:
 class Watched(SidecarCache):
     """Notes in which ways keys are read and queries taken."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.keys: set[type] = set()
-        self.queries: set[type] = set()
+        self.keys = set()
+        self.queries = set()
 
-    def level(self, index: int, number: int) -> Any:
+    def level(self, index, number):
         found = super().level(index, number)
         self.keys.add(type(found.rows))
         self.queries.add(type(found.queries))
@@ -312,7 +267,7 @@ BOTH_WAYS = {slice, Tensor}
 
 @pytest.mark.parametrize("name", PACKED)
 @by_every_kernel
-def test_many_trees(name: str, kernel: str, dtype: torch.dtype) -> None:
+def test_many_trees(name, kernel, dtype):
     forest = PACKED[name]
     for recompute in (False, True) if dtype == torch.float64 else (False,):
         cache = Watched(planned(forest), [Form.POSITIONS] * NUM_LAYERS)
@@ -320,60 +275,13 @@ def test_many_trees(name: str, kernel: str, dtype: torch.dtype) -> None:
         assert cache.keys == ways(forest) and slice in cache.queries
 
 
-def test_queries_are_indexed_if_some_between_see_nothing() -> None:
-    taken = set()
-    for forest in PACKED.values():
-        cache = Watched(planned(forest), [Form.POSITIONS] * NUM_LAYERS)
-        check(forest, Heads(), torch.float64, "math", cache=cache)
-        taken |= cache.queries
-    assert taken == BOTH_WAYS
-
-
-@pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("num_host", range(1, NUM_LAYERS + 1))
-def test_many_trees_with_arenas_on_the_host(name: str, num_host: int) -> None:
-    offloader = Offloader(Transfers())
-    offloader.begin_step()
-    host = HostLayers(offloader, NUM_LAYERS, num_host)
-    cache = SidecarCache(planned(PACKED[name]), [Form.POSITIONS] * NUM_LAYERS, special=host)
-    check(PACKED[name], Heads(), torch.float64, "math", cache=cache)
-    assert offloader.counts.stored > 0
-    cache.clear()
-    assert offloader.pool.used_bytes == 0
-
-
-@pytest.mark.parametrize("name", [name for name, forest in PACKED.items() if forest.multiple == 4])
-@pytest.mark.parametrize("reduce", ["wave", "segment"])
-def test_many_trees_on_two_context_parallel_ranks(name: str, reduce: str) -> None:
-    forest, heads = PACKED[name], Heads()
-    given = random_tensors(forest, heads, torch.float64)
-    lengths = [tuple(span.padded for span in s.spans) for s in forest.segments] * NUM_LAYERS
-
-    def part(rank: PlayedRank) -> Results:
-        held = [torch.from_numpy(cp_layout.held_positions(n, rank.rank, 2)) for n in lengths]
-        mine = {n: [x[h] for x, h in zip(xs, held, strict=True)] for n, xs in given.items()}
-        cache = spread(reduce, partial(planned, forest, 2), NUM_LAYERS, rank)
-        return by_segments(forest, mine, heads, "math", cache=cache, place=(rank.rank, 2))
-
-    orders = [torch.from_numpy(cp_layout.view_order(n, 2)) for n in lengths]
-    halves = play(2, part)
-    whole = {
-        name: [
-            torch.cat(pair)[order]
-            for *pair, order in zip(*(half[name] for half in halves), orders, strict=True)
-        ]
-        for name in halves[0]
-    }
-    compare(forest, heads, torch.float64, "math", given, whole)
-
-
 @settings(max_examples=60)
 @given(sets=rollout_sets(), options=tree_options())
-def test_random_trees(sets: tuple[list[Pairs], list[int]], options: TreeOptions) -> None:
+def test_random_trees(sets, options):
     check(build(*sets, options), Heads(), torch.float64, "math")
 
 
-def test_gradients_of_waves_add_up_in_fp32() -> None:
+def test_gradients_of_waves_add_up_in_fp32():
     """512 waves send a little over 1 each to one key; in bf16 the steps become 2 from 256 on."""
     rollouts = [Pairs(np.array([0, i]), np.array([0, i]), np.ones(2, bool)) for i in range(512)]
     forest = build(rollouts, None, TreeOptions(min_gain=0, segment_tokens=1))
@@ -390,13 +298,38 @@ def test_gradients_of_waves_add_up_in_fp32() -> None:
     assert torch.equal(found["dv"][0].double(), expected)
 
 
-def test_low_scores() -> None:
-    """What a query does not see weighs nothing beside them.
+# What the host does for a segment's attention in a layer does not grow with its spans -------------
 
-    Scores are about -127: keys that a mask hides, and levels that some queries do not have, would
-    count with a score of -50 instead of -inf.
-    """
-    heads, forest = Heads(), PACKED["large and small"]
-    given = random_tensors(forest, heads, torch.float64)
-    given["q"], given["k"] = [x + 8 for x in given["q"]], [x - 8 for x in given["k"]]
-    compare(forest, heads, torch.float64, "math", given, by_segments(forest, given, heads, "math"))
+
+def calls(spans, layers):
+    """Calls of Python and of C functions in the layers' forwards and backwards of a segment."""
+    found = Counter()
+
+    def count(frame, event, argument):
+        found[event] += event in ("call", "c_call")
+
+    context, query = wave(spans, 4 * spans, layers, "cpu", spans)
+    with kernel_of("cpu") as kernel:
+        gc.disable()  # what others left would be counted
+        sys.setprofile(count)
+        try:
+            run(context, query, layers, kernel)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+    return found.total()
+
+
+def test_no_call_a_span_in_the_layer_loop():
+    """What is made from the lengths is made in a segment's first layer."""
+    spans = 17
+    calls(1, 1)  # imports
+
+    def a_layer(spans):
+        return calls(spans, 3) - calls(spans, 2)
+
+    for num in (1, 2, spans):
+        a_layer(num)
+    many = a_layer(spans)
+    assert 100 < many <= a_layer(1) + 50  # a lone run is another kind of call
+    assert many == a_layer(2)

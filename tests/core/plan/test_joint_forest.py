@@ -1,9 +1,5 @@
 """Pipelines side by side: one plan for all, which ends though ranks wait at every action."""
 
-from __future__ import annotations
-
-import random
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,20 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.plan_files.segments import check_segments
 from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.joint_forest import JointForest, joint_forest
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
+from megatron_prefix.plan.prediction import Prediction
+from megatron_prefix.plan.step_planner import Forecast, StepPlanner
 from megatron_prefix.run.execute.memory_control import longest_segments
-from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
-from megatron_prefix.tree.packing import MicrobatchRows
+from megatron_prefix.tree import Place, Span, TreeOptions, build
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, random_forest, received
 
 
-def some(rng: random.Random, num: int) -> tuple[list[Forest], list[list[int]]]:
+def some(rng, num):
     """Forests, one of them joined or without a rollout now and then, and microbatches of some
     rollouts."""
     forests = [
@@ -38,11 +37,11 @@ def some(rng: random.Random, num: int) -> tuple[list[Forest], list[list[int]]]:
     return forests, microbatches_of
 
 
-def all_of(forests: list[Forest], microbatches_of: list[list[int]]) -> list[JointForest]:
+def all_of(forests, microbatches_of):
     return [joint_forest(forests, microbatches_of, place) for place in range(len(forests))]
 
 
-def renumbered(segment: Segment, new: dict[int, int]) -> Segment:
+def renumbered(segment, new):
     """The segment with other numbers of its parents' segments."""
     spans = [
         span._replace(parent=span.parent and Place(new[span.parent.segment], span.parent.number))
@@ -52,7 +51,7 @@ def renumbered(segment: Segment, new: dict[int, int]) -> Segment:
     return segment._replace(spans=tuple(spans), joined=joined)
 
 
-def play_together(plans: list[Plan], ready_after: list[list[int]]) -> int:
+def play_together(plans, ready_after):
     """Actions done when no rank of any pipeline can go on.
 
     A rank runs its next action when it is the same in all pipelines, and each has what its own
@@ -61,7 +60,7 @@ def play_together(plans: list[Plan], ready_after: list[list[int]]) -> int:
     num_ranks, num_stages = plans[0].num_ranks, plans[0].num_stages
     places, done = [0] * num_ranks, [set() for _ in plans]
 
-    def ready(pipeline: int, rank: int) -> bool:
+    def ready(pipeline, rank):
         action = plans[pipeline].programs[rank][places[rank]]
         if action != plans[0].programs[rank][places[rank]]:
             return False
@@ -90,7 +89,7 @@ def play_together(plans: list[Plan], ready_after: list[list[int]]) -> int:
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 4), st.integers(1, 2))
 @settings(max_examples=rounds(30, 500))
-def test_a_plan_of_the_union_is_one_for_all(rng, num, num_ranks, num_chunks) -> None:
+def test_a_plan_of_the_union_is_one_for_all(rng, num, num_ranks, num_chunks):
     num_chunks = num_chunks if num_ranks > 1 else 1
     forests, microbatches_of = some(rng, num)
     found = all_of(forests, microbatches_of)
@@ -110,7 +109,7 @@ def test_a_plan_of_the_union_is_one_for_all(rng, num, num_ranks, num_chunks) -> 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
 @settings(max_examples=rounds(30, 500))
-def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num) -> None:
+def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num):
     forests, microbatches_of = some(rng, num)
     for forest, microbatch_of, found in zip(
         forests, microbatches_of, all_of(forests, microbatches_of), strict=True
@@ -135,23 +134,8 @@ def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num) -> None:
         assert found.union == forests[0] == found.forest
 
 
-def test_what_losses_read_adds_up_over_the_forests() -> None:
-    options = TreeOptions(min_gain=64)
-    forests = [build(*flat_rollouts(40, length, 2, 1), options) for length in (10, 30)]
-    union = joint_forest(forests, [range(2)] * 2).union
-    assert [s.trained for s in union.segments] == [2 * 10 + 2 * 30]
-
-
-def test_the_union_of_like_forests_has_no_fillers() -> None:
-    forests = [build(*flat_rollouts(64, length, 4, 2)) for length in (4092, 4096)]
-    found = joint_forest(forests, [range(8)] * 2)
-    assert found.forest == forests[0]
-    own = [segment.padded_length for segment in found.forest.segments]
-    assert own != [positions for positions, _ in found.most]
-
-
 @pytest.mark.parametrize("place", [0, 1])
-def test_ranks_that_gather_tokens_have_segments_of_one_length(place: int) -> None:
+def test_ranks_that_gather_tokens_have_segments_of_one_length(place):
     """Padding belongs to no rollout, and is behind what is computed."""
     forests = [build(*flat_rollouts(64, length, 4, 2)) for length in (4092, 4096)]
     found = joint_forest(forests, [range(8)] * 2, place, even=True)
@@ -164,7 +148,7 @@ def test_ranks_that_gather_tokens_have_segments_of_one_length(place: int) -> Non
     assert found.forest.executed_tokens == forests[place].executed_tokens
 
 
-def test_joined_segments_run_beside_joined_ones() -> None:
+def test_joined_segments_run_beside_joined_ones():
     """Nobody waits for either; beside prompts that run apart they are told to be mixed."""
     owners = [number // 2 for number in range(8)]
     rollouts, groups = flat_rollouts(40, 20, 4, 2)
@@ -185,7 +169,7 @@ def test_joined_segments_run_beside_joined_ones() -> None:
     assert [s.joined for s in found.union.segments] == [s.joined for s in waves.segments]
 
 
-def _as_joined(segments: Sequence[Segment]) -> Iterator[Segment]:
+def _as_joined(segments):
     """Each wave as one whose last span continues its first."""
     for index, segment in enumerate(segments):
         if segment.inner:
@@ -196,78 +180,65 @@ def _as_joined(segments: Sequence[Segment]) -> Iterator[Segment]:
         yield segment._replace(spans=(first, last, below), inner=True, joined=index)
 
 
-def test_plans_made_apart_hang_together() -> None:
-    """What a joint plan is for: the play finds it."""
-    forests = [build(*flat_rollouts(6000, 4096, *size)) for size in ((8, 1), (2, 4))]
-    microbatches_of = [range(len(forest.num_positions)) for forest in forests]
-    filled = [each.forest for each in all_of(forests, microbatches_of)]
-    apart = [make_plan(forest, 4) for forest in filled]
-    ready_after = [loss_ready_after(forest) for forest in filled]
-    assert play_together(apart, ready_after) < sum(map(len, apart[0].programs))
-
-
-def test_a_wave_ends_before_the_next_if_another_rank_has_fewer() -> None:
-    forests = [build(*flat_rollouts(1024, 4096, num, 2)) for num in (3, 6)]
-    found = joint_forest(forests, [range(6), range(12)])
-    joint = make_plan(found.union, microbatches=found.union_microbatch_of)
-    assert joint.programs == make_plan(forests[1]).programs
-
-
 # Rounds that are cut together ---------------------------------------------------------------------
 
 
-def uneven(rng: random.Random, num_groups: int) -> list[Pairs]:
-    """Groups of four; every rank has other lengths of prompts and responses."""
-    draw = np.random.default_rng(rng.randrange(2**32))
-    prompt, response, rollouts = rng.choice((10, 40)), rng.choice((8, 30, 90)), []
-    for group in range(num_groups):
-        first = draw.integers(0, 50, prompt) + 50 * group
-        for _ in range(4):
-            tokens = np.r_[first, draw.integers(0, 50, response)]
-            trained = np.arange(len(tokens) - 1) >= prompt - 1
-            rollouts.append(Pairs(tokens[:-1], tokens[1:], trained))
-    return rollouts
+# `segment_tokens` "auto": the fastest length that fits --------------------------------------------
+
+COST = CostModel.of_flops(1.0, 1.0, 0.0)
 
 
-def test_fillers_of_segments_are_no_rows() -> None:
-    """Segments that are padded to whole ones: a filler is nobody's."""
-    rollouts, owners = uneven(random.Random(0), 6), [i // 2 for i in range(24)]
-    plain, whole = (
-        build(rollouts, None, TreeOptions(segment_tokens=100, min_gain=0, pad_multiple=num), owners)
-        for num in (1, 16)
-    )
-    assert any(not span.rollouts for segment in whole.segments for span in segment.spans)
-    assert MicrobatchRows.of(whole, owners).inner == MicrobatchRows.of(plain, owners).inner
+def forecast(plan, over, seconds, *, retains):
+    """Of a plan that is over its limit by so much, and takes so long."""
+    none = np.zeros(0)
+    return Forecast(plan, plan, over, 0.0, Prediction(none, none, 0.0, seconds), retains)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_ordered_losses_hold_up_no_round_cut_together(seed: int) -> None:
-    """A rank holds no more than it or another would hold alone, and a round besides."""
-    rng = random.Random(seed)
-    options, owners = TreeOptions(segment_tokens=100, min_gain=0), [i // 2 for i in range(24)]
-    ranks = [uneven(rng, 6) for _ in range(3)]
-    alone = [build(rollouts, None, options, owners) for rollouts in ranks]
-    rows = MicrobatchRows.most(MicrobatchRows.of(forest, owners) for forest in alone)
-    together = [build(rollouts, None, options, owners, rows) for rollouts in ranks]
+def chosen(room, per_action, given="auto", most=None):
+    """The longest segment, where at most `room` positions fit and an action costs so much."""
+    rollouts, _ = flat_rollouts(100, 900, 4, 20)
+    planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, 1, 1, 1, None)
 
-    def round_of(forest: Forest) -> list[int]:
-        of = {}
-        for segment, number in zip(forest.segments, forest.rounds, strict=True):
-            leaves = [] if segment.inner else segment.spans
-            of.update({owners[m]: number for span in leaves for m in span.rollouts})
-        return [of[microbatch] for microbatch in range(12)]
+    def judge(_, plan):
+        longest = max(segment.padded_length for segment in plan.segments)
+        seconds = sum(s.padded_length + per_action for s in plan.segments)
+        return forecast(plan, max(0, longest - room), seconds, retains=True)
 
-    assert round_of(together[0]) == round_of(together[1]) == round_of(together[2])
-    for forest in together:
-        assert [*forest.rounds] == sorted(forest.rounds)
-        assert received(forest) == forest
+    _, forest = planner.build(rollouts, list(range(len(rollouts))), judge, most=most)
+    return max(segment.padded_length for segment in forest.segments)
 
-    def peak(forests: list[Forest]) -> int:
-        joint = joint_forest([replace(f, ordered=True) for f in forests], [owners] * len(forests))
-        plan = make_plan(joint.union, microbatches=joint.union_microbatch_of)
-        assert not joint.union.rounds
-        longest = replace(plan, segments=longest_segments(joint))
-        return simulate(longest).peak_live_positions
 
-    most = max(peak([forest]) for forest in together)
-    assert peak(together) <= most + 2 * 100 + max(map(len, ranks[0]))
+def test_the_longest_that_fits_where_actions_cost():
+    assert 8192 < chosen(room=20000, per_action=500.0) <= 16384
+    assert 2048 < chosen(room=5000, per_action=500.0) <= 4096
+
+
+@pytest.mark.parametrize("given", [8192, "auto"])
+def test_none_is_longer_than_the_most(given):
+    assert 2048 < chosen(room=20000, per_action=500.0, given=given, most=3000) <= 3000
+
+
+def test_a_given_length_is_halved_only_to_keep_the_limit():
+    assert 4096 < chosen(room=8192, per_action=-2000.0, given=8192) <= 8192
+    assert 2048 < chosen(room=5000, per_action=500.0, given=8192) <= 4096
+    assert 512 < chosen(room=10, per_action=500.0, given=8192) <= 1024
+    assert 1024 < chosen(room=10, per_action=500.0, given=1900) <= 1900
+
+
+@pytest.mark.parametrize("given", [0, 8192, "auto"])
+def test_nothing_is_joined_where_only_what_waits_keeps_the_limit(given):
+    """A joined segment can be neither recomputed nor offloaded until its backward."""
+    rollouts, _ = flat_rollouts(900, 100, 4, 4)
+    owners = [rollout // 8 for rollout in range(16)]
+    planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, 1, 1, 1, None, joins=True)
+    for over in (0.0, 1.0):
+
+        def judge(joint, plan, over=over):
+            joined = any(segment.joined >= 0 for segment in plan.segments)
+            num = len(joint.forest.segments)
+            return forecast(plan, over if joined else 0.0, float(num), retains=joined)
+
+        _, forest = planner.build(rollouts, owners, judge)
+        joined = any(segment.joined >= 0 for segment in forest.segments)
+        assert joined is (over == 0.0)
+        assert any(segment.waits for segment in forest.segments) is not joined

@@ -1,16 +1,13 @@
 """Whether prompts cross data-parallel ranks: all ranks decide alike, and one that fails says so."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -33,7 +30,6 @@ from megatron_prefix.features.across.step import (
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.plan import cost
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS, ACROSS_UNREDUCED
 from megatron_prefix.run import planning
 from megatron_prefix.run.request import Backoff
@@ -53,32 +49,7 @@ FAILS = 1
 """The rank that fails."""
 
 
-def sharing_experts(mine: list[Any]) -> list[str]:
-    """A rank's part of two steps of ranks that share experts: why nothing crossed in each."""
-    layout = Layout(dp=2, ep=2)
-    runtime.initialize(layout)
-    Communicator.measured = lambda _: 1e15  # type: ignore[method-assign]
-    cost.ACTION_SECONDS = 0.0  # beside it small layers cost nothing
-    model = small_model("tiny-moe", dtype=torch.float64, layout=layout)
-    items, said = step_of(dist.get_rank(), prompts=2), []
-    stock = gradients(stock_schedule(), model, items)
-    for config in mine:
-        schedule = PrefixSchedule(config)
-        with predicted_bytes():
-            ours = gradients(schedule, model, items)
-        expected = steps.Reference(stock, {n: float(g.abs().max()) for n, g in stock.items()})
-        steps.assert_gradients(ours, expected, sum(i["tokens"].numel() for i in items))
-        said.append(schedule.report.why_alone)  # type: ignore[union-attr]
-    return said
-
-
-def test_ranks_that_share_experts_decide_by_what_runs_beside() -> None:
-    small = replace(AUTO, memory="retain", memory_budget_gb=1e-6)
-    for crosses, too_much in run_ranks(2, sharing_experts, [AUTO, small]):
-        assert crosses == "" and "more memory than it may" in too_much
-
-
-def step_of(number: int, prompts: int) -> list[Any]:
+def step_of(number, prompts):
     """A rank's microbatches, one a prompt: each rank has a rollout of all of them."""
     items = []
     for prompt in range(prompts):
@@ -90,7 +61,7 @@ def step_of(number: int, prompts: int) -> list[Any]:
     return items
 
 
-def gradients(schedule: Any, model: Any, items: list[Any]) -> dict[str, torch.Tensor]:
+def gradients(schedule, model, items):
     steps.zero_gradients(model)
     steps.call(schedule, Contract().step, model, items)
     found = steps.gradients(model)
@@ -98,37 +69,93 @@ def gradients(schedule: Any, model: Any, items: list[Any]) -> dict[str, torch.Te
     return found
 
 
-Found = tuple[list[str], float, int]
+class Found(NamedTuple):
+    """What a rank has found in some steps.
+
+    Attributes:
+        said: why nothing crossed in each step, or what it raised.
+        seconds: that they took.
+        received: positions, in the last one.
+    """
+
+    said: list[str]
+    seconds: float
+    received: int
+
+
 Spoil = Callable[[], contextlib.AbstractContextManager[Any]]
+nothing = contextlib.nullcontext
+"""Spoils nothing."""
 
 
-def run(config: PrefixConfig, layout: Layout, spoil: Spoil, num_steps: int = 2) -> Found:
-    """A rank's part of some steps; see `steps_of`."""
-    return run_each(layout, [(config, spoil)], num_steps)[0]
+def slow_messages():
+    return mock.patch.object(Communicator, "measured", return_value=1.0)
 
 
-def run_each(
-    layout: Layout, ways: Sequence[tuple[PrefixConfig, Spoil]], num_steps: int = 2
-) -> list[Found]:
-    """A rank's part of some steps, by one configuration and spoilt in one way after the other."""
+def failing(module, name):
+    """Spoils one rank: a function raises there."""
+    return lambda: (
+        mock.patch.object(module, name, _raise) if dist.get_rank() == FAILS else nothing()
+    )
+
+
+def _raise(*_, **__):
+    raise KeyError("spoiled")
+
+
+def failing_behind_the_forecast():
+    """Spoils one rank: its proposal raises when ranks have agreed that payloads cross."""
+    stock, calls = planning.Planning.proposed, []
+
+    def proposed(*args, **options):
+        calls.append(args)
+        return stock(*args, **options) if len(calls) % 2 else _raise()
+
+    fails = dist.get_rank() == FAILS
+    return mock.patch.object(planning.Planning, "proposed", proposed) if fails else nothing()
+
+
+PLACES = {
+    "before ranks tell": (across_step, "beginnings_of"),
+    "what is in common": (across_step, "common_spans"),
+    "whether it pays": (across_step.Across, "pays"),
+    "the forecast": (planning.Planning, "forecast"),
+}
+ON = replace(AUTO, mode="on", across_ranks="on")
+WAYS = {
+    "by default": (AUTO, nothing), "asked for": (TOLD, nothing),
+    "turned off": (replace(AUTO, across_ranks="off"), nothing),
+    "not asked for": (replace(AUTO, mode="on"), nothing),
+    "nothing in common": (replace(AUTO, min_gain=1000), nothing), "slow": (AUTO, slow_messages),
+    "slow, asked for": (TOLD, slow_messages),
+    "no memory": (replace(AUTO, memory="retain", memory_budget_gb=1e-6), predicted_bytes),
+    **{place: (AUTO, failing(*where)) for place, where in PLACES.items()},
+    "fails, must cross": (ON, failing(*PLACES["what is in common"])),
+    "fails behind the forecast": (TOLD, failing_behind_the_forecast),
+}  # fmt: skip
+"""Configurations, and what spoils a step."""
+NUM_STEPS = 2
+"""One more where messages are slow."""
+
+
+def run_each(layout, names, num=NUM_STEPS):
+    """A rank's part of some steps in each way."""
     runtime.initialize(layout)
-    Communicator.measured = lambda _: 1e15  # type: ignore[method-assign]  # the rank's own process
+    Communicator.measured = lambda _: 1e15  # the rank's own process
     model = small_model(dtype=torch.float64, layout=layout)
-    number = dist.get_rank() % layout.dp
-    items = step_of(number, prompts=2)
+    items = step_of(dist.get_rank() % layout.dp, prompts=2)
     stock = gradients(stock_schedule(), model, items)
-    found = []
-    for config, spoil in ways:
+    found = {}
+    for name in names:
+        config, spoil = WAYS[name]
         with spoil():
-            found.append(steps_of(config, model, items, stock, num_steps))
+            more = spoil is slow_messages
+            found[name] = steps_of(config, model, items, stock, num + more)
     return found
 
 
-def steps_of(
-    config: PrefixConfig, model: Any, items: list[Any], stock: dict[str, torch.Tensor], num: int
-) -> Found:
-    """Why nothing crossed in each step, or what it raised; how long that took; and the positions
-    received in the last one. Gradients are stock's."""
+def steps_of(config, model, items, stock, num):
+    """Gradients are stock's."""
     schedule = PrefixSchedule(config)
     begin, said = time.monotonic(), []
     for _ in range(num):
@@ -139,48 +166,43 @@ def steps_of(
             continue
         expected = steps.Reference(stock, {n: float(g.abs().max()) for n, g in stock.items()})
         steps.assert_gradients(ours, expected, sum(i["tokens"].numel() for i in items))
-        said.append(schedule.report.why_alone)  # type: ignore[union-attr]
+        said.append(schedule.report.why_alone)
     crossed = schedule.report.crossed if schedule.report else None
-    return said, time.monotonic() - begin, crossed.received_tokens if crossed else 0
+    return Found(said, time.monotonic() - begin, crossed.received_tokens if crossed else 0)
 
 
-nothing = contextlib.nullcontext
-"""Spoils nothing."""
+SLOW = ("slow", "slow, asked for")
 
 
-def test_prompts_cross_by_default_in_mode_auto() -> None:
-    configs = AUTO, TOLD, replace(AUTO, across_ranks="off"), replace(AUTO, mode="on")
-    found = run_ranks(2, run_each, Layout(dp=2), [(config, nothing) for config in configs])
-    auto, told, *others = zip(*found, strict=True)
-    for ranks in (auto, told):
-        assert [said for said, *_ in ranks] == [["", ""]] * 2
-        assert sum(received for *_, received in ranks) >= 2 * 390
-    assert [[one[2] for one in other] for other in others] == [[0, 0]] * 2
+@functools.cache
+def on_two_ranks(slow=False):
+    """How fast messages are is measured once."""
+    return run_ranks(2, run_each, Layout(dp=2), [n for n in WAYS if (n in SLOW) == slow])
 
 
-def test_each_rank_is_alone_where_nothing_is_in_common() -> None:
-    ranks = run_ranks(2, run, replace(AUTO, min_gain=1000), Layout(dp=2), nothing)
-    assert [said for said, *_ in ranks] == [[NOTHING] * 2] * 2
+@pytest.mark.parametrize("way", ["by default", "asked for"])
+def test_prompts_cross(way):
+    ranks = [found[way] for found in on_two_ranks()]
+    assert [rank.said for rank in ranks] == [[""] * NUM_STEPS] * 2
+    assert sum(rank.received for rank in ranks) >= 2 * 390
 
 
-def slow_messages() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(Communicator, "measured", return_value=1.0)
+ALONE = {
+    "turned off": "", "not asked for": "", "nothing in common": NOTHING, "slow": SLOWER,
+    "slow, asked for": SLOWER, "no memory": "more memory than it may",
+}  # fmt: skip
+"""Why nothing crosses."""
 
 
-def test_each_rank_is_alone_where_the_slowest_gains_nothing() -> None:
-    ways = [(config, slow_messages) for config in (AUTO, TOLD)]
-    for said, _, received in itertools.chain(*run_ranks(2, run_each, Layout(dp=2), ways)):
-        assert all(one.startswith(SLOWER) for one in said) and not received
+@pytest.mark.parametrize("way", ALONE)
+def test_each_rank_is_alone_where_crossing_does_not_pay(way):
+    """After two such steps ranks do not ask for a while."""
+    for rank in (found[way] for found in on_two_ranks(way in SLOW)):
+        assert all(ALONE[way] in said for said in rank.said[:2]) and not rank.received
+        assert way != "slow" or rank.said[2] == RESTS
 
 
-def test_each_rank_is_alone_where_one_would_take_too_much_memory() -> None:
-    """A limit that no plan keeps."""
-    config = replace(AUTO, memory="retain", memory_budget_gb=1e-6)
-    for said, *_ in run_ranks(2, run, config, Layout(dp=2), predicted_bytes):
-        assert all("more memory than it may" in one for one in said)
-
-
-def test_ranks_ask_again_after_a_while() -> None:
+def test_ranks_ask_again_after_a_while():
     backoff, asked = Backoff(), []
     for step in range(60):
         if not backoff.skips():
@@ -189,76 +211,37 @@ def test_ranks_ask_again_after_a_while() -> None:
             if backoff.is_due:
                 backoff.begin()
     assert asked == [0, 1, 26, 27, 28, 53], "what crossed once begins anew"
-    for said, *_ in run_ranks(2, run, AUTO, Layout(dp=2), slow_messages, 4):
-        assert [why.startswith(SLOWER) for why in said] == [True, True, False, False]
-        assert said[2:] == [RESTS] * 2
 
 
-def failing(module: Any, name: str) -> Spoil:
-    """Spoils one rank: a function raises there."""
-    return lambda: (
-        mock.patch.object(module, name, _raise) if dist.get_rank() == FAILS else nothing()
-    )
-
-
-def _raise(*_: Any, **__: Any) -> None:
-    raise KeyError("spoiled")
-
-
-PLACES = {
-    "before ranks tell": (across_step, "beginnings_of"),
-    "what is in common": (across_step, "common_spans"),
-    "whether it pays": (across_step.Across, "pays"),
-    "the forecast": (planning.Planning, "forecast"),
-}
-
-
-@functools.cache
-def spoilt(layout: Layout) -> list[list[Found]]:
-    """Of every rank what it found with each of the places spoilt."""
-    ways = [(AUTO, failing(*place)) for place in PLACES.values()]
-    # Whether a second step is like the first asks for no other parallelism.
-    return run_ranks(layout.world_size, run_each, layout, ways, 2 if layout.world_size == 2 else 1)
+def assert_told(ranks, num_pipelines):
+    """First stages know which rank has failed, and nobody waits for another for ever."""
+    first = [rank.said for rank in ranks if rank.said[0]]
+    assert len(first) == num_pipelines
+    assert all("rank 1: KeyError: 'spoiled'" in said[0] for said in first)
+    assert max(rank.seconds for rank in ranks) < SOON_S
+    assert sum(rank.received for rank in ranks) == 0
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, pp=2)], ids=str)
-def test_one_rank_that_fails_to_decide_leaves_each_alone(place: str, layout: Layout) -> None:
-    ranks = [found[[*PLACES].index(place)] for found in spoilt(layout)]
-    first = [said for said, *_ in ranks if said[0]]
-    assert len(first) == layout.dp, "first stages know"
-    assert all("rank 1: KeyError: 'spoiled'" in one for said in first for one in said)
-    assert max(seconds for _, seconds, _ in ranks) < SOON_S
-    assert sum(received for *_, received in ranks) == 0
+def test_one_rank_that_fails_to_decide_leaves_each_alone(place):
+    assert_told([found[place] for found in on_two_ranks()], 2)
 
 
-@pytest.mark.parametrize("place", ["before ranks tell", "what is in common"])
-def test_with_on_all_ranks_end_with_its_reason(place: str) -> None:
-    config = replace(AUTO, mode="on", across_ranks="on")
-    other, failed = run_ranks(2, run, config, Layout(dp=2), failing(*PLACES[place]))
-    assert failed[0] == ["KeyError: 'spoiled'"] * 2
-    assert other[0] == ["StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"] * 2
-    assert max(other[1], failed[1]) < SOON_S
+def test_so_does_one_of_several_stages():
+    for_all = ["what is in common", "the forecast"]
+    ranks = run_ranks(4, run_each, Layout(dp=2, pp=2), for_all, 1)
+    for place in for_all:
+        assert_told([found[place] for found in ranks], 2)
 
 
-def failing_behind_the_forecast() -> contextlib.AbstractContextManager[Any]:
-    """Spoils one rank: its proposal raises when ranks have agreed that payloads cross."""
-    stock, calls = planning.Planning.proposed, []
-
-    def proposed(*args: Any, **options: Any) -> Any:
-        calls.append(args)
-        return stock(*args, **options) if len(calls) % 2 else _raise()
-
-    fails = dist.get_rank() == FAILS
-    return mock.patch.object(planning.Planning, "proposed", proposed) if fails else nothing()
-
-
-def test_failing_to_plan_what_crosses_ends_the_step_of_all() -> None:
-    config = replace(AUTO, mode="on", across_ranks="auto")
-    other, failed = run_ranks(2, run, config, Layout(dp=2), failing_behind_the_forecast)
-    assert failed[0] == ["KeyError: 'spoiled'"] * 2
-    assert other[0] == ["StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"] * 2
-    assert max(other[1], failed[1]) < SOON_S
+@pytest.mark.parametrize("way", ["fails, must cross", "fails behind the forecast"])
+def test_all_ranks_end_with_the_reason_of_one(way):
+    """Where prompts must cross, and where ranks have agreed that they do."""
+    other, failed = (found[way] for found in on_two_ranks())
+    assert failed.said == ["KeyError: 'spoiled'"] * NUM_STEPS
+    heard = "StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"
+    assert other.said == [heard] * NUM_STEPS
+    assert max(other.seconds, failed.seconds) < SOON_S
 
 
 # Who asks -----------------------------------------------------------------------------------------
@@ -268,17 +251,15 @@ GATHERING = [SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=Tru
 FREE = {"experts": None, "models": (), "forward_only": False, "reduces": True}
 
 
-def asked(
-    mode: str, across: str | None, together: bool = True, gathers_tokens: bool = False, **has: Any
-) -> str | None:
+def asked(mode, across, together=True, gathers_tokens=False, **has):
     model = SimpleNamespace(looks_ahead=False, gathers_tokens=gathers_tokens)
-    rank: Any = SimpleNamespace(
+    rank = SimpleNamespace(
         **{"model": model, "data_ranks": GROUP, "siblings": GROUP, **FREE, **has}
     )
     return why_alone(PrefixConfig(mode=mode, across_ranks=across), rank, together=together)
 
 
-def test_ranks_decide_together_in_mode_auto_unless_told() -> None:
+def test_ranks_decide_together_in_mode_auto_unless_told():
     wanted = {
         ("auto", None): None, ("auto", "on"): None, ("auto", "off"): "", ("on", None): "",
         ("on", "auto"): None, ("on", "on"): None, ("observe", None): "", ("observe", "on"): "",
@@ -287,7 +268,7 @@ def test_ranks_decide_together_in_mode_auto_unless_told() -> None:
     assert asked("auto", None, siblings=SimpleNamespace(size=lambda: 1)) == ""
 
 
-def test_what_is_in_the_way_is_said() -> None:
+def test_what_is_in_the_way_is_said():
     assert asked("auto", None, together=False) == APART
     assert asked("auto", None, models=GATHERING) == f"{ACROSS_GATHERS.name} is not supported yet"
     with pytest.raises(CannotShare, match=ACROSS_GATHERS.name):
@@ -299,10 +280,10 @@ def test_what_is_in_the_way_is_said() -> None:
     assert asked("on", "on", reduces=False, forward_only=True) is None
 
 
-def test_why_ranks_are_alone_is_logged_once_for_every_reason(caplog: Any) -> None:
-    rank: Any = SimpleNamespace(data_ranks=None)
+def test_why_ranks_are_alone_is_logged_once_for_every_reason(caplog):
+    rank = SimpleNamespace(data_ranks=None)
     rank.groups = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
-    told: set[str] = set()
+    told = set()
     with caplog.at_level(logging.INFO):
         for why in ("", f"{SLOWER} (1 s)", f"{SLOWER} (2 s)", "it could not be planned (x)"):
             tell_alone(why, rank, told)

@@ -1,17 +1,15 @@
 """What a model call says of a microbatch, and what cannot be answered from segments."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.layers.attention import MaskUse
+from megatron_prefix.layers.model import counts_tokens
 from megatron_prefix.run.calls import (
     Callbacks,
     CallLayout,
@@ -19,6 +17,7 @@ from megatron_prefix.run.calls import (
     are_contiguous,
     bound,
     check,
+    check_masks,
     layouts,
 )
 from megatron_prefix.run.read.read_calls import CallTokens, check_positions, read_tokens
@@ -26,31 +25,21 @@ from megatron_prefix.tree.cp_layout import Slices
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
 
-def forward(
-    input_ids: Any, position_ids: Any, attention_mask: Any, labels: Any = None, **options: Any
-) -> None:
+def forward(input_ids, position_ids, attention_mask, labels=None, **options):
     """The arguments of a model."""
 
 
-def call(*args: Any, number: int = 0, **kwargs: Any) -> ModelCall:
+def call(*args, number=0, **kwargs):
     return bound(inspect.signature(forward), args, kwargs, number)
 
 
-def packing(*ends: int, padded: tuple[int, ...] | None = None, **fields: Any) -> SimpleNamespace:
+def packing(*ends, padded=None, **fields):
     return SimpleNamespace(
         qkv_format="thd",
         cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
         cu_seqlens_q_padded=None if padded is None else torch.tensor(padded, dtype=torch.int32),
         **fields,
     )
-
-
-def test_arguments_are_found_by_name_wherever_they_stand() -> None:
-    tokens = torch.zeros(1, 3, dtype=torch.int64)
-    found = call(tokens, None, None, loss_mask=tokens, runtime_gather_output=True)
-    assert found["input_ids"] is tokens and found["loss_mask"] is tokens
-    assert found["labels"] is None and found["decoder_input"] is None
-    assert found.others == {"runtime_gather_output": True}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +56,7 @@ def test_arguments_are_found_by_name_wherever_they_stand() -> None:
         (dict(), 1, None),
     ],
 )
-def test_layouts(given: dict[str, Any], cp_size: int, wanted: CallLayout | None) -> None:
+def test_layouts(given, cp_size, wanted):
     shape, ends = given.get("tokens"), given.get("ends")
     found = call(
         None if shape is None else torch.zeros(shape, dtype=torch.int64), None, None,
@@ -76,32 +65,23 @@ def test_layouts(given: dict[str, Any], cp_size: int, wanted: CallLayout | None)
     assert layouts([found], cp_size) == (None if wanted is None else [wanted])
 
 
-def test_labels_alone_say_the_shape() -> None:
-    assert layouts([call(None, None, None, torch.zeros(2, 4))], 1) == [CallLayout((4, 4), False)]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"decoder_input": torch.zeros(4, 1, 8)},
-            "model calls of the step have decoder_input",
-        ),
+        ({"decoder_input": torch.zeros(4, 1, 8)}, "model calls of the step have decoder_input"),
         ({"inference_context": object()}, "inference_context: leave it out"),
         ({"inference_params": object()}, "inference_params"),
         ({"output_processor_context": {"x": torch.zeros(3)}}, "which has tensors"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_by_name(
-    arguments: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_answered_is_refused_by_name(arguments, message):
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     check([call(tokens, None, None)])
     with pytest.raises(CannotShare, match=message):
         check([call(tokens, None, None), call(tokens, None, attention_mask=None, **arguments)])
 
 
-def test_calls_of_one_step_are_alike() -> None:
+def test_calls_of_one_step_are_alike():
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     plain = call(tokens, None, None)
     with pytest.raises(CannotShare, match="some model calls of the step have labels"):
@@ -112,37 +92,17 @@ def test_calls_of_one_step_are_alike() -> None:
         check([call(tokens, None, None, temperature=t) for t in (0.7, 1.0)])
 
 
-def test_other_packings_are_refused() -> None:
-    odd = SimpleNamespace(qkv_format="sbhd", cu_seqlens_q=torch.tensor([0, 4]))
-    with pytest.raises(CannotShare, match="qkv_format 'sbhd': give 'thd'"):
-        layouts([call(torch.zeros(1, 4), None, None, packed_seq_params=odd)], 1)
-    with pytest.raises(CannotShare, match="has no position"):
-        layouts([call(torch.zeros(1, 0), None, None)], 1)
-
-
-def columns_of(calls: list[ModelCall], trained: Any = None) -> CallTokens:
+def columns_of(calls, trained=None):
     found = read_tokens(calls, 1, Callbacks(trained))
     assert found is not None
     return found
 
 
-def test_columns_of_all_calls_one_behind_the_other() -> None:
-    calls = [
-        call(torch.tensor([[1, 2], [3, 4]]), None, None, torch.tensor([[2, 3], [4, 5]])),
-        call(torch.tensor([[5, 6, 7]]), None, None, torch.tensor([[6, 7, 8]])),
-    ]
-    found = columns_of(calls)
-    assert found.layouts == [CallLayout((2, 2), False), CallLayout((3,), False)]
-    assert found.tokens is not None and found.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert found.labels is not None and found.labels.tolist() == [2, 3, 4, 5, 6, 7, 8]
-    assert found.trained is None and found.positions is None
-
-
-def test_the_loss_mask_comes_before_the_callback() -> None:
+def test_the_loss_mask_comes_before_the_callback():
     tokens, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[0.0, 0.5, -1.0]])
-    asked: list[ModelCall] = []
+    asked = []
 
-    def trained(one: ModelCall) -> Tensor:
+    def trained(one):
         asked.append(one)
         return torch.tensor([[True, False, False]])
 
@@ -153,7 +113,7 @@ def test_the_loss_mask_comes_before_the_callback() -> None:
 
 
 @pytest.mark.parametrize("name", ["input_ids", "position_ids", "labels", "loss_mask"])
-def test_tensors_overwritten_after_the_call_are_an_error(name: str) -> None:
+def test_tensors_overwritten_after_the_call_are_an_error(name):
     """A static buffer holds the last microbatch when all forward steps have run."""
     given = {n: torch.tensor([[1, 2, 3]]) for n in ("input_ids", "position_ids", "labels")}
     given["loss_mask"] = torch.ones(1, 3)
@@ -164,24 +124,7 @@ def test_tensors_overwritten_after_the_call_are_an_error(name: str) -> None:
         columns_of([made])
 
 
-def test_columns_of_another_size_are_refused() -> None:
-    tokens = torch.tensor([[1, 2, 3]])
-    with pytest.raises(CannotShare, match="labels of a model call has 2 of 3 positions"):
-        columns_of([call(tokens, None, None, tokens[:, :2])])
-    with pytest.raises(CannotShare, match="trained positions of a model call has 1 of 3"):
-        columns_of([call(tokens, None, None)], lambda one: torch.ones(1))
-
-
-def test_without_gradients_only_the_callback_omits_positions() -> None:
-    tokens, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[0, 0, 1]])
-    calls = [call(tokens, None, None, loss_mask=mask)]
-    free = read_tokens(calls, 1, Callbacks(), forward_only=True)
-    told = read_tokens(calls, 1, Callbacks(lambda one: one["loss_mask"]), forward_only=True)
-    assert free is not None and free.trained is None
-    assert told is not None and told.trained is not None and told.trained.tolist() == [0, 0, 1]
-
-
-def test_a_mask_over_tokens_is_no_mask_of_positions() -> None:
+def test_a_mask_over_tokens_is_no_mask_of_positions():
     tokens, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[0, 0, 1]])
     calls = [call(tokens, None, None, loss_mask=mask)]
     free = read_tokens(calls, 1, Callbacks(masks_tokens=True))
@@ -190,12 +133,12 @@ def test_a_mask_over_tokens_is_no_mask_of_positions() -> None:
     assert told is not None and told.trained is not None and told.trained.tolist() == [0, 1, 0]
 
 
-def known(positions: list[int], *lengths: int) -> CallTokens:
+def known(positions, *lengths):
     column = np.array(positions)
     return CallTokens([CallLayout(lengths, True)], column, None, None, column)
 
 
-def test_a_packing_or_the_trainer_says_how_calls_are_cut() -> None:
+def test_a_packing_or_the_trainer_says_how_calls_are_cut():
     for given, is_contiguous in (("zigzag", False), ("contiguous", True)):
         packed = packing(0, 4, 12, cp_partition_mode=given)
         calls = [call(torch.zeros(1, 6), None, None, packed_seq_params=packed)]
@@ -205,7 +148,7 @@ def test_a_packing_or_the_trainer_says_how_calls_are_cut() -> None:
     assert found.held(0, 2).tolist() == [0, 3, 4, 5, 10, 11]
 
 
-def test_contiguous_slices_of_context_parallelism_are_refused() -> None:
+def test_contiguous_slices_of_context_parallelism_are_refused():
     check_positions(known([0, 1, 6, 7], 8), 0, 2, used=False)
     for rank, positions in ((0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])):
         with pytest.raises(CannotShare, match="contiguous parts"):
@@ -216,8 +159,97 @@ def test_contiguous_slices_of_context_parallelism_are_refused() -> None:
         check_positions(known([2, 3, 4, 5, 6, 7], 4, 8), 1, 2, used=False)
 
 
-def test_learned_embeddings_need_positions_that_start_at_zero() -> None:
+def test_learned_embeddings_need_positions_that_start_at_zero():
     check_positions(known([0, 1, 2, 0, 1], 3, 2), 0, 1, used=True)
     check_positions(known([7, 8, 9], 3), 0, 1, used=False)
     with pytest.raises(CannotShare, match="do not count from 0"):
         check_positions(known([0, 1, 2, 3, 4], 3, 2), 0, 1, used=True)
+
+
+# Which masks of model calls are taken, for each thing that attention does with one ----------------
+
+CAUSAL = torch.ones(1, 1, 4, 4, dtype=torch.bool).triu(1)
+RESET = CAUSAL.clone()
+RESET[..., 2:, :2] = True
+FUTURE = CAUSAL.clone()
+FUTURE[..., 1, 2] = False
+TAIL = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+HEAD = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+HOLE = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
+NONE_LEFT = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])
+IGNORED, OBEYED, NEEDED = MaskUse
+
+
+def padding(kept):
+    """Transformer-engine's mask of padding, [samples, 1, 1, positions], as SkyRL gives it."""
+    return (kept == 0)[:, None, None]
+
+
+NOT_CAUSAL, PADS = "attention_mask of a model call is not causal", "padding_mask leaves tokens out"
+
+
+def accepts(use, *, counted=False, **masks):
+    """ "" or why a step is refused whose last call has these masks."""
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    plain = {"input_ids": tokens, "attention_mask": CAUSAL}
+    try:
+        check_masks(
+            [ModelCall(0, plain), ModelCall(1, {**plain, **masks})], use, counts_tokens=counted
+        )
+    except CannotShare as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("use", MaskUse)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        RESET, FUTURE, CAUSAL.float(), CAUSAL[..., :1, :], torch.zeros(4), HEAD, HOLE, NONE_LEFT,
+        padding(HEAD), padding(HOLE), padding(NONE_LEFT), padding(TAIL).long(), ~padding(TAIL),
+    ],
+    ids=[
+        "reset", "future", "float", "one row", "vector", "head", "hole", "none left", "padded head",
+        "padded hole", "none but padding", "padding as a number", "padding upside down",
+    ],
+)  # fmt: skip
+def test_masks_that_are_not_causal_are_refused(use, mask):
+    assert NOT_CAUSAL in accepts(use, attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_a_mask_that_cuts_off_the_end_is_taken_if_ignored(dtype):
+    assert not accepts(IGNORED, attention_mask=TAIL.to(dtype))
+    assert not accepts(IGNORED, attention_mask=torch.ones(2, 4, dtype=dtype))
+    assert not accepts(IGNORED, attention_mask=padding(TAIL))
+    # Of another shape than the tokens', and where attention would obey it.
+    assert NOT_CAUSAL in accepts(IGNORED, attention_mask=TAIL[:, :3].to(dtype))
+    for use in (OBEYED, NEEDED):
+        for mask in (TAIL.to(dtype), padding(TAIL)):
+            assert NOT_CAUSAL in accepts(use, attention_mask=mask)
+
+
+def test_a_padding_mask_matters_where_routers_count():
+    pads, none = TAIL == 0, torch.zeros(2, 4, dtype=torch.bool)
+    assert not accepts(OBEYED, padding_mask=pads)
+    assert not accepts(OBEYED, padding_mask=none, counted=True)
+    assert PADS in accepts(OBEYED, padding_mask=pads, counted=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "counts"),
+    [
+        ({}, False),
+        ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}, False),
+        ({"moe_aux_loss_coeff": 0.0}, False),
+        ({"moe_aux_loss_coeff": 0.01}, True),
+        ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+          "moe_aux_loss_coeff": [0.0, 0.01]}, True),
+        ({"moe_z_loss_coeff": 1e-3}, True),
+        ({"moe_router_enable_expert_bias": True}, True),
+    ],
+)  # fmt: skip
+def test_what_of_routers_counts_tokens(fields, counts):
+    options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0, **fields}
+    assert counts_tokens(SimpleNamespace(num_moe_experts=4, **options)) == counts
+    assert not counts_tokens(SimpleNamespace(num_moe_experts=None, **options))

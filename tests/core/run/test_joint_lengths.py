@@ -1,10 +1,8 @@
 """Ranks that share experts choose one length of segments, by the rank that has most."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -59,20 +57,20 @@ class Cut(NamedTuple):
     joined: bool
 
 
-def batches(second: bool, shapes: tuple[tuple[int, int], ...]) -> list[Any]:
+def batches(second, shapes):
     """Four groups of four, two rollouts a microbatch."""
     rollouts, _ = flat_rollouts(*shapes[second], 4, 4)
     starts = range(0, len(rollouts), 2)
     return [steps.microbatch(rollouts[start : start + 2], 0, start) for start in starts]
 
 
-def counted_collectives() -> list[int]:
+def counted_collectives():
     """How many are made from now on, in the one item."""
     made = [0]
     for name in COLLECTIVES:
         real = getattr(dist, name)
 
-        def counting(*args: Any, _real: Any = real, **kwargs: Any) -> Any:
+        def counting(*args, _real=real, **kwargs):
             made[0] += 1
             return _real(*args, **kwargs)
 
@@ -81,12 +79,12 @@ def counted_collectives() -> list[int]:
 
 
 def cut(
-    layout: Layout,
-    shapes: tuple[tuple[int, int], ...],
-    overrides: dict[str, Any] | None = None,
-    num_steps: int = 4,
-    **fields: Any,
-) -> list[Cut]:
+    layout,
+    shapes,
+    overrides=None,
+    num_steps=4,
+    **fields,
+):
     """A rank's part of some equal steps; `overrides`: options of the model."""
     runtime.initialize(layout)
     prediction.LEAST_OVER, step_planner.LEAST_SEGMENT = 0.0, 16
@@ -95,14 +93,14 @@ def cut(
     items = batches(bool(dist.get_rank() % layout.dp), shapes)
     _, wanted = step(get_forward_backward_func(), chunks, items)
     allowed = tolerance(torch.float64, sum(i["tokens"].numel() for i in items), 256, 2)
-    options: dict[str, Any] = {"min_gain": 0, "segment_tokens": 256, **fields}
+    options = {"min_gain": 0, "segment_tokens": 256, **fields}
     schedule = PrefixSchedule(PrefixConfig(kernel="math", **options))
     made, found = counted_collectives(), []
     for _ in range(num_steps):
         made[0] = 0
         saved, gradients = step(schedule, chunks, items)
         error = float((gradients - wanted).abs().max() / wanted.abs().max()) / allowed
-        report: Any = schedule.report
+        report = schedule.report
         several = [s.padded_length for s in report.forest.segments if len(s.spans) > 1]
         found.append(
             Cut(
@@ -120,9 +118,7 @@ def cut(
     [(Layout(dp=2, ep=2), ((160, 32), (80, 32))), (Layout(pp=2, dp=2, ep=2), MEMORY)],
     ids=str,
 )
-def test_ranks_that_share_experts_cut_alike(
-    layout: Layout, shapes: tuple[tuple[int, int], ...]
-) -> None:
+def test_ranks_that_share_experts_cut_alike(layout, shapes):
     ranks = run_ranks(layout.world_size, cut, layout, shapes)
     by_step = [list(one) for one in zip(*ranks, strict=True)]
     for number, one in enumerate(by_step):
@@ -142,7 +138,7 @@ def test_ranks_that_share_experts_cut_alike(
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_all_join_or_none(long: bool) -> None:
+def test_all_join_or_none(long):
     """A rank whose microbatches have no room for their prompts keeps the others from joining."""
     shapes = ((40, 10), (160, 10) if long else (40, 8))
     joining = functools.partial(cut, num_steps=2, min_gain=1, segment_tokens=100)
@@ -153,7 +149,7 @@ def test_all_join_or_none(long: bool) -> None:
         assert max(one.error for one in step_of) <= 1
 
 
-def test_ordered_steps_are_cut_with_prompts_apart() -> None:
+def test_ordered_steps_are_cut_with_prompts_apart():
     """The rounds that all ranks have are made of prompts, and of what follows them."""
     ordered = functools.partial(cut, overrides=GLOBAL, num_steps=2, min_gain=1, segment_tokens=100)
     ranks = run_ranks(2, ordered, Layout(dp=2, ep=2), ((40, 10), (40, 10)))
@@ -162,11 +158,11 @@ def test_ordered_steps_are_cut_with_prompts_apart() -> None:
         assert one.error <= 1
 
 
-def failing() -> str:
+def failing():
     """What a step raises on a rank if it goes wrong on the second where prompts are put apart."""
     real = step_planner.StepPlanner.build_at
 
-    def build_at(*args: Any, **options: Any) -> Any:
+    def build_at(*args, **options):
         if dist.get_rank():
             raise KeyError("spoiled")
         return real(*args, **options)
@@ -177,7 +173,7 @@ def failing() -> str:
     return str(raised.value)
 
 
-def test_failing_to_put_prompts_apart_ends_the_step_of_all() -> None:
+def test_failing_to_put_prompts_apart_ends_the_step_of_all():
     first, second = run_ranks(2, failing, timeout_s=60.0)
     assert "rank 1: KeyError: 'spoiled'" in first
     assert second == "'spoiled'"

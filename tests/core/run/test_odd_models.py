@@ -1,52 +1,32 @@
 """Models and settings that a hook could take for something else."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
-from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_prefix import features, trainers
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.vision import models
-from megatron_prefix.megatron.install import language_model, uninstall
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.megatron.install import uninstall
 from megatron_prefix.refusals import table
+from megatron_prefix.run.read.random_numbers import RandomUse
 from tests.harness import steps
-from tests.harness.one_group import assert_bitwise, items, run, schedule_with
+from tests.harness.one_group import items, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.steps import Contract
-from tests.oracle.model import Owner
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
-def plain_model(**spec: Any) -> Any:
+def plain_model(**spec):
     return small_model(wrap_ddp=False, spec=spec)
 
 
-def aligned(found: Any, twin: Any) -> None:
-    wanted = steps.plain(twin, Contract(), items())
-    steps.assert_gradients(found[1], wanted, sum(one["tokens"].numel() for one in items()))
-
-
-def test_two_language_models_are_stocks() -> None:
-    model = Owner(plain_model())
-    model.other = plain_model()
-    with pytest.raises(CannotShare, match="2 language models"):
-        language_model(model)
-    expected = run(stock_schedule(), model)
-    schedule = schedule_with(mode="auto")
-    assert_bitwise(run(schedule, model), expected)
-    assert schedule.report is not None and schedule.report.fallback_count == 1
-
-
-def test_hooks_on_gradients_are_refused_in_any_step() -> None:
+def test_hooks_on_gradients_are_refused_in_any_step():
     model, schedule = plain_model(), schedule_with()
     run(schedule, model)
     parameter = next(model.parameters())
@@ -58,46 +38,8 @@ def test_hooks_on_gradients_are_refused_in_any_step() -> None:
     uninstall(model)
 
 
-def test_a_window_without_an_end_is_none() -> None:
-    model = plain_model()
-    for window in ((-1, -1), (-1, 0), None):
-        model.config.window_size = window
-        run(schedule_with(), model)
-        uninstall(model)
-    model.config.window_size = (4, 0)  # its layers were built without one
-    aligned(run(schedule_with(), model), plain_model())
-
-
-def test_an_empty_argument_does_not_get_lost() -> None:
-    model = plain_model()
-
-    class Filled(Contract):
-        def step(self, data_iterator: Any, model: Any) -> Any:
-            batch = next(data_iterator)
-            output = model(
-                batch["tokens"], batch["position_ids"], None, labels=batch["labels"],
-                loss_mask=batch["loss_mask"], inference_context=None, extra_block_kwargs={},
-                **({"packed": {}} if named else {}),
-            )  # fmt: skip
-            return output, self.loss_func(batch)
-
-    named = False
-    aligned(run(schedule_with(), model, Filled()), plain_model())
-    named = True
-    stock = model.forward
-
-    def forward(
-        input_ids: Any, position_ids: Any, attention_mask: Any, packed: Any = None, **others: Any
-    ) -> Any:
-        return stock(input_ids, position_ids, attention_mask, **others)
-
-    model.forward = forward
-    with pytest.raises(CannotShare, match="packed, which is empty"):
-        run(schedule_with(), model, Filled())
-
-
 @pytest.mark.parametrize("name", ["NeMo-RL", "verl"])
-def test_a_trainers_vision_language_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainers_vision_language_models(name, monkeypatch):
     """NeMo-RL's are refused by name, as none was tried in it; its other models are not."""
     trainer = next(one for one in trainers.TRAINERS if one.name == name)
     monkeypatch.setattr(trainers, "running_trainer", lambda: trainer)
@@ -113,3 +55,62 @@ def test_a_trainers_vision_language_models(name: str, monkeypatch: pytest.Monkey
     assert shares == [True, not refused] and refused == (name == "NeMo-RL")
     decision = ours.report.decision
     assert (decision.fallback and decision.reason.endswith(table.MULTIMODAL.fix)) == refused
+
+
+# Random numbers that a model draws inside its call, and what may move a generator -----------------
+
+
+def from_tracker(x):
+    with get_cuda_rng_tracker().fork():
+        return x * (1 + torch.rand(()))
+
+
+@pytest.mark.parametrize(
+    ("noise", "generator"),
+    [
+        (lambda x: x + 0.1 * torch.rand_like(x), "torch"),
+        (from_tracker, "Megatron's model-parallel-rng"),
+    ],
+)
+def test_mode_on_refuses_noise_and_leaves_all_as_it_was(noise, generator):
+    model = small_model()
+    layer = unwrap(model).decoder.layers[1]
+    layer.register_forward_hook(lambda _, args, output: (noise(output[0]), *output[1:]))
+    torch.manual_seed(1)
+    state, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
+    with pytest.raises(CannotShare, match=generator) as caught:
+        run(schedule_with(mode="on", segment_tokens=8, chunk_tokens=8), model)
+    assert caught.value.refusal is table.MODEL_DRAWS
+    assert torch.equal(torch.get_rng_state(), state)
+    for its_name, its_state in get_cuda_rng_tracker().get_states().items():
+        assert torch.equal(its_state, tracked[its_name])
+    assert all(not one.any() for one in steps.gradients(model).values())
+
+
+def test_what_attention_takes_does_not_count():
+    """As transformer-engine's does; a hook on attention is not attention."""
+    model = unwrap(small_model())
+    core = model.decoder.layers[1].self_attention.core_attention
+    numbers = {"default": 5, "tracker": 7}
+    stock = core.forward
+
+    def forward(*args, **kwargs):
+        numbers["tracker"] += 4
+        return stock(*args, **kwargs)
+
+    def noise(*_):
+        numbers["default"] += 1
+
+    def names_of_a_call():
+        use = RandomUse([model], dict, lambda: sum(numbers.values()))
+        batch = items()[0]
+        with use.watching(), use.calling() as names:
+            model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return names
+
+    core.forward = forward
+    assert names_of_a_call() == [] and numbers == {"default": 5, "tracker": 11}
+    for hook in (core.register_forward_pre_hook, core.register_forward_hook):
+        handle = hook(noise)
+        assert names_of_a_call() == ["torch.cuda"]
+        handle.remove()

@@ -1,33 +1,41 @@
 """What data-parallel ranks have in common: every beginning once in the job, and plans that run."""
 
-from __future__ import annotations
-
+import itertools
 import pickle
 import random
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_prefix.features.across.common import BLOCK, beginnings_of, common_spans
-from megatron_prefix.features.across.common_spans import CommonSpan
-from megatron_prefix.features.across.owners import EVEN
+from megatron_prefix.features.across.owners import EVEN, owners_of
 from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.features.plan_files.table import from_csv, to_csv
-from megatron_prefix.lab.plans.job import JobTimeline, simulate_job
+from megatron_prefix.lab.plans.job import simulate_job
 from megatron_prefix.lab.plans.messages import with_messages, without_messages
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
-from megatron_prefix.tree import Forest, Pairs, TreeOptions
+from megatron_prefix.tree import Pairs, TreeOptions, beginnings, build
+from megatron_prefix.tree.beginnings import most_saved
 from tests.harness.fuzzing import rounds
-from tests.harness.trees import received, trie_size
+from tests.harness.trees import (
+    received,
+    rollout_sets,
+    tree_options,
+    trie_size,
+    with_routes,
+)
 
 
-def dealt(seed: int, num_ranks: int) -> list[list[Pairs]]:
+def dealt(seed, num_ranks):
     """Rollouts of some prompts on random ranks, some of them twice; some begin another way half
     way down."""
     draw = random.Random(seed)
-    ranks: list[list[Pairs]] = [[] for _ in range(num_ranks)]
+    ranks = [[] for _ in range(num_ranks)]
     for _ in range(draw.randint(1, 6)):
         prompt = [draw.randrange(50) for _ in range(draw.randint(5, 60))]
         for _ in range(draw.randint(1, 6)):
@@ -42,9 +50,7 @@ def dealt(seed: int, num_ranks: int) -> list[list[Pairs]]:
     return ranks
 
 
-def forests_of(
-    ranks: list[list[Pairs]], options: TreeOptions, block: int = 1
-) -> tuple[list[Forest], list[list[int]]]:
+def forests_of(ranks, options, block=1):
     """Every rank's forest, and its microbatches of two rollouts each."""
     owners = [[number // 2 for number in range(len(rank))] for rank in ranks]
     told = [beginnings_of(rank, options, block) for rank in ranks]
@@ -57,7 +63,7 @@ def forests_of(
     return forests, owners
 
 
-def judged(forests: list[Forest], owners: list[list[int]]) -> JobTimeline:
+def judged(forests, owners):
     """The planner's programs of all ranks, played together where every message blocks."""
     both = [*zip(forests, owners, strict=True)]
     alone = [best_plan(one, 1, microbatches=of) for one, of in both]
@@ -71,9 +77,7 @@ def judged(forests: list[Forest], owners: list[list[int]]) -> JobTimeline:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize(("segment_tokens", "block"), [(0, 8), (64, 1), (200, 5)])
-def test_every_rank_has_its_rollouts_and_a_plan_that_runs(
-    num_ranks: int, segment_tokens: int, block: int
-) -> None:
+def test_every_rank_has_its_rollouts_and_a_plan_that_runs(num_ranks, segment_tokens, block):
     options = TreeOptions(segment_tokens=segment_tokens, min_gain=0, share="batch")
     for seed in range(rounds(10, 100, fewest=6)):
         ranks = dealt(seed, num_ranks)
@@ -90,26 +94,7 @@ def test_every_rank_has_its_rollouts_and_a_plan_that_runs(
         judged(forests, owners)
 
 
-def test_both_ends_of_every_exchange_agree() -> None:
-    options = TreeOptions(segment_tokens=64, min_gain=0, share="batch")
-    crossed = 0
-    for seed in range(60):
-        forests, _ = forests_of(dealt(seed, 3), options)
-        sent, got = {}, {}
-        for place, forest in enumerate(forests):
-            for one in forest.exchanges:
-                segment = forest.segments[one.segment]
-                for peer, numbers in one.peers:
-                    spans = [segment.spans[n][:3] for n in numbers]
-                    received = segment.source >= 0
-                    ends = (peer, place) if received else (place, peer)
-                    (got if received else sent).setdefault(ends, []).append(spans)
-        assert sent == got
-        crossed += sum(map(len, sent.values()))
-    assert crossed > 100
-
-
-def test_all_positions_but_the_last_run_once_in_the_job() -> None:
+def test_all_positions_but_the_last_run_once_in_the_job():
     options = TreeOptions(min_gain=0, share="batch")
     scored = 0
     for seed in range(60):
@@ -127,7 +112,7 @@ def test_all_positions_but_the_last_run_once_in_the_job() -> None:
     assert scored > 100
 
 
-def agreeing(a: Pairs, b: Pairs) -> int:
+def agreeing(a, b):
     """Positions that two rollouts have in common before their last ones."""
     num = min(len(a), len(b)) - 1
     same = (a.codes(0, num) == b.codes(0, num)).all(axis=1)
@@ -136,7 +121,7 @@ def agreeing(a: Pairs, b: Pairs) -> int:
 
 @pytest.mark.parametrize("multiple", [1, 3])
 @pytest.mark.parametrize("block", [1, 4, 8])
-def test_what_is_common_ends_at_a_block_or_with_the_beginning(block: int, multiple: int) -> None:
+def test_what_is_common_ends_at_a_block_or_with_the_beginning(block, multiple):
     options = TreeOptions(min_gain=0, share="batch", multiple=multiple)
     parts = -(-block // multiple) * multiple
     whole = part = 0
@@ -158,7 +143,7 @@ def test_what_is_common_ends_at_a_block_or_with_the_beginning(block: int, multip
     assert whole > 30 and part > 20
 
 
-def test_ranks_send_no_tokens_and_little() -> None:
+def test_ranks_send_no_tokens_and_little():
     draw = np.random.default_rng(1)
     tokens = draw.integers(0, 1000, 4001)
     rollout = Pairs(tokens[:-1], tokens[1:], np.arange(4000) >= 3999)
@@ -173,7 +158,7 @@ def test_ranks_send_no_tokens_and_little() -> None:
 
 
 @pytest.mark.parametrize("first", [(20, 8), (8, 20)])
-def test_copies_of_a_rollout_may_be_trained_from_two_places(first: tuple[int, int]) -> None:
+def test_copies_of_a_rollout_may_be_trained_from_two_places(first):
     """A span carries loss from the first of them on, whichever copy comes last: ranks that think
     otherwise of it wait for each other's final states for ever."""
     options = TreeOptions(min_gain=0, share="batch")
@@ -189,7 +174,7 @@ def test_copies_of_a_rollout_may_be_trained_from_two_places(first: tuple[int, in
     judged(forests, owners)
 
 
-def test_routes_are_part_of_a_beginning() -> None:
+def test_routes_are_part_of_a_beginning():
     options = TreeOptions(min_gain=0, share="batch")
     tokens, trained = np.arange(11), np.arange(10) >= 8
     routes = np.zeros((10, 2, 2), np.int16)
@@ -203,59 +188,7 @@ def test_routes_are_part_of_a_beginning() -> None:
     assert beginnings_of([none], before)[0].digests.shape == (0, 2)
 
 
-def test_common_spans_are_no_longer_than_a_chunk() -> None:
-    options = TreeOptions(min_gain=0, share="batch", chunk_tokens=12)
-    for seed in range(40):
-        forests, owners = forests_of(dealt(seed, 3), options)
-        spans = [s for one in forests for segment in one.segments for s in segment.spans]
-        assert max(span.length for span in spans) <= 12
-        judged(forests, owners)
-
-
-def test_a_rank_without_rollouts_has_no_segments() -> None:
-    options = TreeOptions(min_gain=0, share="batch")
-    forests, owners = forests_of([*dealt(1, 2), []], options)
-    assert forests[2].segments == ()
-    judged(forests, owners)
-
-
-def test_owners_even_out_what_ranks_compute() -> None:
-    draw = random.Random(3)
-    options = TreeOptions(share="batch")
-    ranks: list[list[Pairs]] = [[], []]
-    for _ in range(8):
-        prompt = [draw.randrange(1000) for _ in range(300)]
-        for rank in ranks:
-            tokens = np.array(prompt + [draw.randrange(1000) for _ in range(20)])
-            trained = np.arange(len(tokens) - 1) >= 299
-            rank.append(Pairs(tokens[:-1], tokens[1:], trained))
-    forests, _ = forests_of(ranks, options)
-    executed = [forest.executed_tokens for forest in forests]
-    assert sum(executed) == 8 * 299 + 16 * 20
-    assert max(executed) == min(executed)
-    assert [forest.received_tokens for forest in forests] == [4 * 299] * 2
-    # Prompts carry no loss: no final states cross.
-    assert not any(one.scored for forest in forests for one in forest.segments if one.inner)
-
-
-def test_segments_that_save_too_little_are_not_common() -> None:
-    """Answers begin alike; that is worth no segment of its own, and what follows is with it."""
-    draw = np.random.default_rng(2)
-    prompt, begin = draw.integers(0, 1000, 400), draw.integers(0, 1000, 40)
-    ranks: list[list[Pairs]] = [[], []]
-    for rank in ranks:
-        for _ in range(2):
-            tokens = np.concatenate([prompt, begin, draw.integers(0, 1000, 60)])
-            rank.append(Pairs(tokens[:-1], tokens[1:], np.arange(499) >= 399))
-    for segment_gain, ends in ((0, [399, 439]), (50, [399])):
-        options = TreeOptions(share="batch", min_gain=20, segment_gain=segment_gain)
-        told = [beginnings_of(rank, options, block=1)[0] for rank in ranks]
-        found = common_spans(told, 0, options).spans
-        assert [one.end for one in found] == ends
-        assert [one.scored for one in found] == [False, True][: len(ends)]
-
-
-def test_spans_with_loss_are_in_segments_of_their_own() -> None:
+def test_spans_with_loss_are_in_segments_of_their_own():
     """Final states of the others need not cross."""
     options = TreeOptions(min_gain=0, share="batch")
     kinds = set()
@@ -268,60 +201,108 @@ def test_spans_with_loss_are_in_segments_of_their_own() -> None:
     assert kinds == {False, True}
 
 
-def loads_of(
-    ranks: list[list[Pairs]], options: TreeOptions
-) -> tuple[list[int], list[int], list[tuple[int, int, CommonSpan]]]:
-    """What ranks compute for themselves alone and with what they own, and every span's owner."""
-    told = [beginnings_of(rank, options, block=1) for rank in ranks]
-    load = []
-    for place, rank in enumerate(ranks):
-        common = common_spans([mine for mine, _ in told], place, options)
-        load.append(find_below(rank, options, told[place][1], common).forest().executed_tokens)
-    owned = [(one.owner, n, common.spans[n]) for one in common.segments for n in one.spans]
-    own = [*load]
-    for owner, _, span in owned:
-        own[owner] -= span.end - span.start
-    return own, load, owned
+# What the first positions say of sharing, against the tree ----------------------------------------
 
 
-@pytest.mark.parametrize(("num_ranks", "chunk_tokens"), [(4, 0), (8, 64), (16, 0)])
-def test_no_rank_has_much_more_but_for_what_is_its_own(num_ranks: int, chunk_tokens: int) -> None:
-    options = TreeOptions(share="batch", chunk_tokens=chunk_tokens, min_gain=0)
-    moved, rounds = 0, 48 // num_ranks
-    for seed in range(rounds):
-        draw = np.random.default_rng(seed)
-        ranks: list[list[Pairs]] = [[] for _ in range(num_ranks)]
-        for _ in range(4 * num_ranks):
-            prompt = draw.integers(0, 1000, draw.integers(50, 500))
-            for rank in draw.integers(0, num_ranks, draw.integers(2, 9)):
-                tokens = np.concatenate([prompt, draw.integers(0, 1000, draw.integers(5, 80))])
-                trained = np.arange(len(tokens) - 1) >= len(prompt) - 1
-                ranks[rank].append(Pairs(tokens[:-1], tokens[1:], trained))
-        own, load, owned = loads_of(ranks, options)
-        longest = max(span.end - span.start for *_, span in owned)
-        assert max(load) <= max(*own, 1.05 * sum(load) / num_ranks + longest)
-        # The busiest rank would help nobody by giving a span away (features/across/owners.py).
-        most = max(load)
-        for owner, _, span in owned if most > EVEN * sum(load) / num_ranks else ():
-            if load[owner] == most:
-                length = span.end - span.start
-                assert most <= min(load[other] for other in span.ranks) + length
-        moved += len(owned)
-    assert moved > 3 * rounds * num_ranks
+@pytest.mark.parametrize("look", [1, 4, 16, 512])
+@given(rollout_sets(), tree_options())
+@settings(max_examples=rounds(50, 500))
+def test_no_tree_saves_more(look, sets, options):
+    forest = build(*sets, options)
+    with mock.patch.object(beginnings, "LONGEST_LOOK", look):
+        assert forest.raw_tokens - forest.executed_tokens <= most_saved(sets[0], options)
 
 
-def test_ranks_run_backwards_of_shared_prompts_side_by_side() -> None:
-    """No rank waits until another has run those of the prompts that it owns."""
-    draw = np.random.default_rng(5)
-    ranks: list[list[Pairs]] = [[] for _ in range(4)]
-    system = draw.integers(0, 1000, 50)
-    for _ in range(12):
-        prompt = np.concatenate([system, draw.integers(0, 1000, 300)])
-        for rank in ranks:
-            tokens = np.concatenate([prompt, draw.integers(0, 1000, 20)])
-            rank.append(Pairs(tokens[:-1], tokens[1:], np.arange(369) >= 349))
-    options = TreeOptions(share="batch", segment_tokens=400)
-    found = judged(*forests_of(ranks, options))
-    assert max(found.busy) < 1.1 * min(found.busy)
-    # But for the system prompt, whose owner is waited for before all others and after them.
-    assert max(found.waiting) < 0.1 * max(found.busy)
+@given(rollout_sets(), tree_options(), st.data())
+@settings(max_examples=rounds(25, 500))
+def test_routes_only_take_sharing_away(sets, options, data):
+    rollouts, groups = sets
+    parts = [data.draw(st.integers(0, len(rollout))) for rollout in rollouts]
+    routed = with_routes(rollouts, 2, 4, parts)
+    forest = build(routed, groups, options)
+    assert forest.raw_tokens - forest.executed_tokens <= most_saved(routed, options)
+
+
+# The tree of what ranks tell of their beginnings, against one that is made place by place ---------
+
+BLOCKS = 2
+"""Positions of a block."""
+
+
+def drawn(seed):
+    """Ranks with rollouts that leave one another anywhere; one may have none."""
+    draw = np.random.default_rng(seed)
+    prompts = [draw.integers(0, 3, draw.integers(1, 12)) for _ in range(4)]
+    told = []
+    for _ in range(draw.integers(1, 5)):
+        rollouts = []
+        for _ in range(draw.integers(0, 6)):
+            prompt = prompts[draw.integers(len(prompts))]
+            ids = np.r_[prompt[: draw.integers(1, len(prompt) + 1)], draw.integers(0, 3, 3)]
+            trained = np.arange(len(ids) - 1) >= draw.integers(0, len(ids))
+            rollouts.append(Pairs(ids[:-1], ids[1:], trained))
+        one, _ = beginnings_of(rollouts, TreeOptions(), BLOCKS)
+        told.append(one)
+    return told
+
+
+def test_digests_that_agree_in_half_of_their_bits_are_different():
+    found = [drawn(seed) for seed in range(20)]
+    for told in found:
+        half = [one._replace(digests=one.digests * np.array([0, 1], np.uint64)) for one in told]
+        for rank in range(len(told)):
+            ours, wanted = (
+                common_spans(some, rank, TreeOptions(min_gain=0)) for some in (half, told)
+            )
+            assert ours == wanted
+    assert any(common_spans(told, 0, TreeOptions(min_gain=0)).spans for told in found)
+
+
+# Who computes what ranks have in common: as even as spans allow -----------------------------------
+
+
+def case(rng, num_ranks, num):
+    """Lengths of spans, the ranks that have them, and what ranks have besides."""
+    lengths = [rng.randint(1, 2000) for _ in range(num)]
+    most = range(num_ranks)
+    ranks = [tuple(sorted(rng.sample(most, rng.randint(2, num_ranks)))) for _ in lengths]
+    return lengths, ranks, [rng.randint(0, 500) for _ in most]
+
+
+def loads(found, lengths, alone):
+    load = [*alone]
+    for length, owner in zip(lengths, found, strict=True):
+        load[owner] += length
+    return load
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_no_change_would_help_the_busiest(num_ranks):
+    """Nor giving one of its spans away, nor changing one for another."""
+    rng = random.Random(num_ranks)
+    stopped = 0
+    for _ in range(100):
+        lengths, ranks, alone = case(rng, num_ranks, rng.randint(1, 30))
+        found = owners_of(lengths, ranks, alone)
+        assert all(owner in some for owner, some in zip(found, ranks, strict=True))
+        load = loads(found, lengths, alone)
+        most, mean = max(load), sum(load) / num_ranks
+        if most <= EVEN * mean:
+            continue
+        stopped += 1
+        busiest = load.index(most)
+        for one, two in itertools.product(range(len(lengths)), [-1, *range(len(lengths))]):
+            if found[one] != busiest:
+                continue
+            others = ranks[one] if two < 0 else {found[two]} & {*ranks[one]}
+            if two >= 0 and busiest not in ranks[two]:
+                continue
+            moved = lengths[one] - (lengths[two] if two >= 0 else 0)
+            for other in {*others} - {busiest}:
+                assert max(most - moved, load[other] + moved) >= most
+    assert stopped > 10
+
+
+def test_nothing_in_common():
+    assert owners_of([], [], [3, 4]) == []
+    assert owners_of([], [], []) == []

@@ -1,10 +1,6 @@
 """Arenas: rows of live segments never overlap, and queries see their ancestors' keys, each once."""
 
-from __future__ import annotations
-
 import itertools
-import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,30 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
-from megatron_prefix.tree import payload_map as module
-from megatron_prefix.tree.payload_map import Level, PayloadMap, RowMap, Run, payload_map
+from megatron_prefix.tree import Place, TreeOptions, build, cp_layout
+from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness.fuzzing import rounds
-from tests.harness.trees import (
-    ancestors,
-    flat_rollouts,
-    random_forest,
-    rollout_sets,
-    tree_options,
-)
-
-Key = tuple[Place, int]
-"""A key of a span: its place, and its number on this rank."""
+from tests.harness.trees import ancestors, flat_rollouts, random_forest, rollout_sets, tree_options
 
 
-def keys_of(segments: Sequence[Segment], place: Place, parts: int) -> list[Key]:
+def keys_of(segments, place, parts):
     padded = segments[place.segment].spans[place.number].padded
     return [(place, row) for row in range(padded // parts)]
 
 
-def seen_keys(levels: Sequence[Level], num: int, arena: list[Key | None]) -> list[list[Key | None]]:
+def seen_keys(levels, num, arena):
     """What every query sees; runs of a level go forward and have neither queries nor keys twice."""
-    seen: list[list[Key | None]] = [[] for _ in range(num)]
+    seen = [[] for _ in range(num)]
     for level in levels:
         assert level.runs
         assert all(run.first < run.stop <= num and run.start < run.end for run in level.runs)
@@ -53,9 +39,7 @@ def seen_keys(levels: Sequence[Level], num: int, arena: list[Key | None]) -> lis
     return seen
 
 
-def check_segment(
-    segments: Sequence[Segment], index: int, found: PayloadMap, arena: list[Key | None], parts: int
-) -> None:
+def check_segment(segments, index, found, arena, parts):
     """Every query sees the rows of its span's ancestors, root first, and nothing else."""
     spans = segments[index].spans
     seen = iter(seen_keys(found.levels[index], segments[index].padded_length // parts, arena))
@@ -68,12 +52,10 @@ def check_segment(
     assert found.positions.visible[index] == tuple(sorted(read))
 
 
-def check_program(
-    segments: Sequence[Segment], program: Sequence[tuple[str, int]], parts: int = 1
-) -> PayloadMap:
+def check_program(segments, program, parts=1):
     """Runs a program over an arena of named rows."""
     found = payload_map(segments, program, parts)
-    arena: list[Key | None] = [None] * found.positions.length
+    arena = [None] * found.positions.length
     for kind, index in program:
         rows = found.positions.intervals[index]
         assert (rows is not None) == segments[index].inner
@@ -90,9 +72,7 @@ def check_program(
 
 @given(st.randoms(use_true_random=True), st.integers(1, 4), st.integers(1, 2), st.booleans())
 @settings(max_examples=rounds(75, 500))
-def test_live_rows_never_overlap_and_queries_see_their_ancestors(
-    rng: random.Random, num_ranks: int, num_chunks: int, ahead: bool
-) -> None:
+def test_live_rows_never_overlap_and_queries_see_their_ancestors(rng, num_ranks, num_chunks, ahead):
     forest = random_forest(rng)
     num_chunks = num_chunks if num_ranks > 1 else 1
     options = {"run_ahead": None if ahead else 1, "num_chunks": num_chunks}
@@ -103,9 +83,7 @@ def test_live_rows_never_overlap_and_queries_see_their_ancestors(
 
 @pytest.mark.parametrize("parts", [1, 2])
 @given(sets=rollout_sets(), options=tree_options())
-def test_context_parallel_ranks_hold_equal_parts(
-    parts: int, sets: tuple[list[Pairs], list[int]], options: TreeOptions
-) -> None:
+def test_context_parallel_ranks_hold_equal_parts(parts, sets, options):
     if options.multiple % parts:
         return
     segments = build(*sets, options).segments
@@ -116,39 +94,14 @@ def test_context_parallel_ranks_hold_equal_parts(
     assert rows <= found.positions.length <= 2 * rows
 
 
-@given(st.randoms(use_true_random=True), st.integers(1, 9))
-@settings(max_examples=rounds(30, 500))
-def test_long_blocks_that_all_queries_see_are_cut(rng: random.Random, longest: int) -> None:
-    forest = random_forest(rng)
-    program = make_plan(forest).actions_of(0, 0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE_KEYS", longest)
-        check_program(forest.segments, program)
-        found = payload_map(forest.segments, program)
-    for segment, levels in zip(forest.segments, found.levels, strict=True):
-        if len({span.parent for span in segment.spans}) == 1:
-            assert all(len(level.runs) == 1 and max(level.keys) <= longest for level in levels)
-
-
-def chained(chunk_tokens: int = 4, num_groups: int = 2) -> Forest:
+def chained(chunk_tokens=4, num_groups=2):
     """Per group three chunks of 3, 3 and 4 positions, and a wave; the groups apart."""
     rollouts, groups = flat_rollouts(prefix=10, suffix=4, num=2, num_groups=num_groups)
     options = TreeOptions(min_gain=0, chunk_tokens=chunk_tokens, segment_tokens=4)
     return build(rollouts, groups, options)
 
 
-def test_chunks_of_a_chain_are_one_level() -> None:
-    forest = chained()
-    assert [segment.padded_length for segment in forest.segments] == [3, 3, 4, 4, 4] * 2
-    program = [("F", index) for index in range(5)] + [("B", index) for index in (3, 4, 2, 1, 0)]
-    found = payload_map(forest.segments[:5], program)
-    assert found.positions.intervals == (slice(0, 3), slice(3, 6), slice(6, 10), None, None)
-    levels = [(), (0, 3, 0, 3), (0, 4, 0, 6), (0, 4, 0, 10), (0, 4, 0, 10)]
-    assert found.levels == tuple((Level((Run(*run),)),) if run else () for run in levels)
-    assert found.positions.visible == ((), (0,), (0, 1), (0, 1, 2), (0, 1, 2))
-
-
-def test_freed_rows_are_used_again() -> None:
+def test_freed_rows_are_used_again():
     forest = chained(num_groups=5)
     found = payload_map(forest.segments, make_plan(forest).actions_of(0, 0))
     assert found.positions.length == 10
@@ -158,45 +111,115 @@ def test_freed_rows_are_used_again() -> None:
     assert 10 < ahead.positions.length < 50
 
 
-def test_a_chain_stays_one_block_while_another_group_begins() -> None:
-    """Rows for a whole line are kept free behind its first segment."""
-    segments = chained().segments
-    program = [("F", index) for index in (0, 5, 1, 6, 2, 7)]
-    found = payload_map(segments, program)
-    assert found.positions.intervals[0:3] == (slice(0, 3), slice(3, 6), slice(6, 10))
-    assert found.positions.intervals[5:8] == (slice(10, 13), slice(13, 16), slice(16, 20))
+# A window reads the last positions before a span, each row once, and rows that nobody else has ----
 
 
-def test_a_branch_sees_the_part_of_a_chain_above_it() -> None:
-    def segment(parent: int, length: int, *, inner: bool) -> Segment:
-        place = Place(parent, 0) if parent >= 0 else None
-        return Segment((Span(0, length, length, (0,), place),), inner, not inner)
-
-    chain = [segment(-1, 4, inner=True), segment(0, 2, inner=True)]
-    below = [segment(1, 3, inner=True), segment(2, 1, inner=False), segment(1, 1, inner=False)]
-    second = [segment(1, 5, inner=True), segment(5, 1, inner=False)]
-    found = check_program([*chain, *below, *second], [("F", index) for index in range(7)])
-    assert found.positions.intervals[:3] == (slice(0, 4), slice(4, 6), slice(6, 9))
-    assert found.levels[3] == (Level((Run(0, 1, 0, 9),)),)
-    assert found.levels[4] == (Level((Run(0, 1, 0, 6),)),)
-    # Both branches cannot lie behind the chain at once.
-    start = found.positions.intervals[5].start
-    assert found.levels[6] == (Level((Run(0, 1, 0, 6),)), Level((Run(0, 1, start, start + 5),)))
-    apart = [*(("F", i) for i in range(5)), ("B", 3), ("B", 2), ("F", 5), ("F", 6)]
-    found = check_program([*chain, *below, *second], apart)
-    assert found.positions.intervals[5] == slice(6, 11) and found.positions.length == 11
+def positions_of(segments, place):
+    span = segments[place.segment].spans[place.number]
+    return [(place, position) for position in range(span.padded)]
 
 
-def test_a_wave_of_two_trees_has_a_run_for_each() -> None:
-    rollouts, groups = flat_rollouts(prefix=5, suffix=2, num=3, num_groups=2)
-    forest = build(rollouts, groups, TreeOptions(min_gain=0, segment_tokens=0))
-    assert [len(segment.spans) for segment in forest.segments] == [2, 6]
-    found = payload_map(forest.segments)
-    assert found.levels == ((), (Level((Run(0, 6, 0, 5), Run(6, 12, 5, 10))),))
-    assert found.levels[1][0].rows == slice(0, 10)
+def check_tails(segments, program, form):
+    """Runs a program over an arena of named rows."""
+    rows, tails = payload_map(segments, program, forms=[form]).tails[form]
+    arena = [None] * rows.length
+    for kind, index in program:
+        mine = rows.intervals[index]
+        places = [Place(index, number) for number in range(len(segments[index].spans))]
+        left = [
+            key
+            for place in places
+            for key in positions_of(segments, place)[
+                -form.rows(len(positions_of(segments, place))) :
+            ]
+        ]
+        if kind == "F" and mine is not None:
+            assert arena[mine] == [None] * len(left)  # free, and within the arena
+            arena[mine] = left
+        read = [row for start, end in tails[index].rows for row in range(start, end)]
+        assert len({*read}) == len(read)
+        seen = [arena[row] for row in read]
+        assert (
+            tails[index].visible
+            == rows.visible[index]
+            == tuple(sorted({k[0].segment for k in seen}))
+        )
+        for place, keys in zip(places, tails[index].spans, strict=True):
+            above = [
+                key for one in ancestors(segments, place) for key in positions_of(segments, one)
+            ]
+            found = [seen[at] for start, stop in keys for at in range(start, stop)]
+            assert found == above[-(form.last or 0) :]
+        if kind == "B" and mine is not None:
+            arena[mine] = [None] * len(left)
 
 
-def test_nothing_shared_needs_no_rows() -> None:
-    forest = build([Pairs(np.arange(5), np.arange(5), np.ones(5, bool))])
-    nothing = RowMap(0, (None,), ((),)), RowMap(1, (None,), ((),), 1)
-    assert payload_map(forest.segments) == PayloadMap(*nothing, ((),), ((0,),), ((5,),))
+@given(st.randoms(use_true_random=True), st.integers(1, 40), st.integers(1, 3))
+@settings(max_examples=rounds(75, 500))
+def test_queries_see_the_last_positions_before_them(rng, window, num_ranks):
+    forest, form = random_forest(rng), Form("positions", window)
+    plan = make_plan(forest, num_ranks)
+    for rank in range(num_ranks):
+        check_tails(forest.segments, plan.actions_of(rank, 0), form)
+
+
+# Context parallelism: which rows of a segment each rank holds, and what they see ------------------
+
+
+@st.composite
+def segments(draw):
+    """Lengths of a segment's rows, and the number of ranks."""
+    size = draw(st.integers(2, 5))
+    chunks = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    return tuple(2 * size * chunk for chunk in chunks), size
+
+
+# Who holds what -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [6, 10, 2])
+def test_a_row_that_cannot_be_cut_is_refused(length):
+    with pytest.raises(ValueError, match=f"{length} positions .* multiple of 4"):
+        cp_layout.rank_positions(length, 0, 2)
+
+
+@given(segments())
+def test_every_row_is_held_once_and_the_order_is_found_again(case):
+    lengths, size = case
+    held = [cp_layout.held_positions(lengths, rank, size) for rank in range(size)]
+    assert sorted(np.concatenate(held)) == list(range(sum(lengths)))
+    assert len({len(rows) for rows in held}) == 1
+    assert np.array_equal(np.concatenate(held), cp_layout.view_positions(lengths, size))
+    in_order = np.concatenate(held)[cp_layout.view_order(lengths, size)]
+    assert in_order.tolist() == list(range(sum(lengths)))
+
+
+# What is seen -------------------------------------------------------------------------------------
+
+
+def times_seen(lengths, rank, size):
+    """How many runs show a query of this rank a key of the segment, [queries, keys]."""
+    seen = np.zeros((sum(lengths) // size, sum(lengths)), int)
+    runs = cp_layout.own_runs(lengths, rank, size)
+    start = first = 0
+    for num, num_keys in zip(runs.queries, runs.keys, strict=True):
+        keys = runs.visible[first : first + num_keys]
+        seen[start : start + num, keys] += np.tri(num, num_keys, num_keys - num, dtype=int)
+        start, first = start + num, first + num_keys
+    assert first == len(runs.visible)
+    return seen
+
+
+@given(segments())
+def test_a_query_sees_its_rows_past_once_and_nothing_else(case):
+    lengths, size = case
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.arange(sum(lengths))
+    wanted = (row[:, None] == row) & (position[:, None] >= position)
+    work = set()
+    for rank in range(size):
+        mine = cp_layout.held_positions(lengths, rank, size)
+        seen = times_seen(lengths, rank, size)
+        assert np.array_equal(seen, wanted[mine].astype(int)), f"rank {rank}"
+        work.add(int(seen.sum()))
+    assert len(work) == 1, "every rank has the same work"

@@ -1,29 +1,32 @@
 """Context parallelism: the sidecar of which every rank holds a part, and what ranks send for it."""
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.across import carried
 from megatron_prefix.lab.numerics import assert_close
-from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
+from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.run.calls import CallLayout
+from megatron_prefix.run.execute.memory_control import MemoryControl
+from megatron_prefix.run.read.read_calls import CallTokens, ReadCalls
+from megatron_prefix.run.read.step import read_step
+from megatron_prefix.sidecar.cache import SegmentState
 from megatron_prefix.tree import cp_layout
-from megatron_prefix.tree.payload_map import Form, Run, payload_map
-from tests.harness import sidecar
+from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.played_ranks import PlayedRank, World, forest, play, random, spread
 
 NUM_LAYERS = 2
 
 
-def filled(rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64) -> SidecarCache:
+def filled(rank, reduce, dtype=torch.float64):
     """A rank's sidecar with the K/V of the prompt; position p has the key p in layer 0."""
     tree = forest()
     assert [segment.inner for segment in tree.segments] == [True, True, False, False]
@@ -39,44 +42,14 @@ def filled(rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64) ->
 
 WAVE, CHUNK = 2, 1
 """A wave reads both chunks, 16 positions, the second chunk the first one's 8."""
-ROW_BYTES = (3 + 2) * 2 * 8  # dims * heads * bytes
 both_ways = pytest.mark.parametrize("reduce", ["wave", "segment"])
 
 
-@both_ways
-def test_a_rank_holds_its_own_rows_or_all(reduce: str) -> None:
-    rows = {"wave": 4, "segment": 8}[reduce]  # of each chunk
-
-    def part(rank: PlayedRank) -> None:
-        cache = filled(rank, reduce)
-        assert cache.device_bytes.held == NUM_LAYERS * 2 * rows * ROW_BYTES
-        wave, other = cache.map.levels[2], cache.map.levels[3]
-        assert [level.runs for level in wave] == [(Run(0, 8, 0, 2 * rows),)]
-        assert wave == other
-        assert [level.runs for level in cache.map.levels[CHUNK]] == [(Run(0, 4, 0, rows),)]
-
-    play(2, part)
-
-
-def test_what_every_rank_keeps_is_ordered_and_read_locally() -> None:
-    def part(rank: PlayedRank) -> None:
-        cache = filled(rank, "segment")
-        for layer in range(NUM_LAYERS):
-            key, value = cache.read(layer, WAVE, cache.level(WAVE, 0))
-            assert key[:, 0, 0].tolist() == [100 * layer + p for p in range(16)]
-            assert torch.equal(value, -key[..., :2])
-            key, _ = cache.own(layer, CHUNK)
-            assert key[:, 0, 0].tolist() == [100 * layer + p for p in range(8, 16)]
-        assert not rank.sent
-
-    play(2, part)
-
-
-def test_what_comes_for_an_inner_segment_is_gathered_once() -> None:
+def test_what_comes_for_an_inner_segment_is_gathered_once():
     """Attention starts the exchange, and `capture` ends it; when it runs again, nothing crosses."""
     tree = forest()
 
-    def part(rank: PlayedRank) -> None:
+    def part(rank):
         cache = spread("segment", partial(payload_map, tree.segments, None, 2), NUM_LAYERS, rank)
         held = torch.from_numpy(cp_layout.rank_positions(8, rank.rank, 2)).double()
         key = held.view(-1, 1, 1).expand(-1, 2, 3)
@@ -92,8 +65,8 @@ def test_what_comes_for_an_inner_segment_is_gathered_once() -> None:
     play(2, part)
 
 
-def test_reads_are_gathered_ahead_once_and_released() -> None:
-    def part(rank: PlayedRank) -> None:
+def test_reads_are_gathered_ahead_once_and_released():
+    def part(rank):
         cache = filled(rank, "wave")
         for layer in (-1, 0, 1, NUM_LAYERS):  # beyond the ends nothing happens
             cache.prefetch(layer, 2)
@@ -117,39 +90,11 @@ def test_reads_are_gathered_ahead_once_and_released() -> None:
 
 
 @both_ways
-def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
-    held = [
-        np.concatenate([cp_layout.rank_positions(8, rank, 2) + c for c in (0, 8)])
-        for rank in (0, 1)
-    ]
-    parts = [[random(16, 2, 5, seed=10 * wave + rank) for wave in (0, 1)] for rank in (0, 1)]
-    total = torch.zeros(16, 2, 5, dtype=torch.float64)
-    # Rows as `read` has them: the ranks' end to end, or in the order of positions.
-    rows = np.concatenate(held) if reduce == "wave" else np.arange(16)
-    total[rows] = sum(parts[0] + parts[1])
-
-    def part(rank: PlayedRank) -> None:
-        cache = filled(rank, reduce)
-        for wave in parts[rank.rank]:
-            cache.add(0, WAVE, cache.level(WAVE, 0), (wave[..., :3], wave[..., 3:]))
-        for index in (1, 0):
-            taken = cache.take(0, index)
-            assert taken is not None and cache.state(0, index) is SegmentState.CONSUMED
-            mine = total[8 * index + cp_layout.rank_positions(8, rank.rank, 2)]
-            assert_close(torch.cat(taken, -1), mine, 4)
-        # Two waves of the whole chain, or the two chunks once each.
-        lengths = {"wave": [16, 16], "segment": [8, 8]}[reduce]
-        assert [given.shape for (given,) in rank.sent] == [(n, 2, 5) for n in lengths]
-
-    play(2, part)
-
-
-@both_ways
-def test_gradients_of_16_bit_keys_are_added_up_in_32(reduce: str) -> None:
+def test_gradients_of_16_bit_keys_are_added_up_in_32(reduce):
     """1 and 1/1024 from each rank and wave: their sums need more than the 8 bits of bfloat16."""
     wanted = torch.full((8, 2, 5), 2 + 2 / 1024)
 
-    def part(rank: PlayedRank) -> None:
+    def part(rank):
         cache = filled(rank, reduce, torch.bfloat16)
         for size in (1.0, 1 / 1024):
             wave = torch.full((16, 2, 5), size, dtype=torch.bfloat16)
@@ -163,30 +108,8 @@ def test_gradients_of_16_bit_keys_are_added_up_in_32(reduce: str) -> None:
 
 
 @both_ways
-def test_a_chunk_adds_to_the_chunks_above_it(reduce: str) -> None:
-    """The second chunk reads only a part of what waves read of the chain."""
-
-    def part(rank: PlayedRank) -> None:
-        cache = filled(rank, reduce)
-        ones = torch.ones(16, 2, 5, dtype=torch.float64)
-        cache.add(0, WAVE, cache.level(WAVE, 0), (ones[..., :3], ones[..., 3:]))
-        cache.add(0, CHUNK, cache.level(CHUNK, 0), (ones[:8, :, :3], ones[:8, :, 3:]))
-        for index, factor in ((1, 2), (0, 4)):  # ranks, and blocks that cover the chunk
-            taken = cache.take(0, index)
-            assert taken is not None
-            assert torch.equal(torch.cat(taken, -1), factor * ones[:4])
-
-    play(2, part)
-
-
-@both_ways
-def test_where_nothing_was_sent_nothing_comes(reduce: str) -> None:
-    assert play(2, lambda rank: filled(rank, reduce).take(1, 1)) == [None, None]
-
-
-@both_ways
-def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
-    def part(rank: PlayedRank) -> None:
+def test_a_failed_step_leaves_nothing_behind(reduce):
+    def part(rank):
         cache = filled(rank, reduce)
         if rank.rank:  # the other rank is alone from here on
             return
@@ -203,12 +126,10 @@ def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
     play(2, part)
 
 
-def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind(monkeypatch):
     rank, begun = PlayedRank(World(2), 0), []
 
-    def gather(*parts: torch.Tensor) -> Any:
+    def gather(*parts):
         later = PlayedRank.gather(rank, *parts)
         begun.append(weakref.ref(later))
         return later
@@ -223,13 +144,13 @@ def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind(
 
 
 @both_ways
-def test_other_ranks_get_and_send_the_part_of_a_rank(reduce: str) -> None:
+def test_other_ranks_get_and_send_the_part_of_a_rank(reduce):
     """Nothing crosses between context-parallel ranks for it; what came back is in the sums."""
     more = [
         tuple(random(4, 2, width, seed=9 * rank + width) for width in (3, 2)) for rank in (0, 1)
     ]
 
-    def part(rank: PlayedRank) -> None:
+    def part(rank):
         cache = filled(rank, reduce)
         held = torch.from_numpy(cp_layout.rank_positions(8, rank.rank, 2) + 8).double()
         for layer, (key, value) in enumerate(carried.leaving(cache, CHUNK, [0])):
@@ -244,22 +165,12 @@ def test_other_ranks_get_and_send_the_part_of_a_rank(reduce: str) -> None:
     play(2, part)
 
 
-def test_a_segment_is_captured_once_in_a_layer() -> None:
-    def part(rank: PlayedRank) -> None:
-        cache = filled(rank, "segment")
-        cache.take(0, CHUNK)
-        with pytest.raises(RuntimeError, match="segment 1: consumed, expected empty"):
-            cache.capture(0, CHUNK, (random(4, 2, 3), random(4, 2, 2)))
-
-    play(2, part)
-
-
 @both_ways
-def test_gradients_of_own_keys_are_added_up_in_32_bits(reduce: str) -> None:
+def test_gradients_of_own_keys_are_added_up_in_32_bits(reduce):
     """1 from the late run and 1/1024 from the early one, of each rank: more than bfloat16 holds."""
     tree = forest()
 
-    def part(rank: PlayedRank) -> None:
+    def part(rank):
         cache = spread(reduce, partial(payload_map, tree.segments, None, 2), 1, rank)
         lengths = cache.map.lengths[WAVE]
         key = random(sum(lengths) // 2, 2, 3).bfloat16()
@@ -281,144 +192,76 @@ def test_gradients_of_own_keys_are_added_up_in_32_bits(reduce: str) -> None:
     play(2, part)
 
 
-@both_ways
-def test_segments_are_freed_with_their_sums(reduce: str) -> None:
-    def part(rank: PlayedRank) -> int:
-        cache = filled(rank, reduce)
-        for layer in range(NUM_LAYERS):
-            cache.add(layer, WAVE, cache.level(WAVE, 0), (random(16, 2, 3), random(16, 2, 2)))
-        for index in (1, 0):
-            for layer in range(NUM_LAYERS):
-                cache.take(layer, index)
-            cache.free(index, consumed=True)
-        return cache.device_bytes.held
-
-    assert play(2, part) == [0, 0]
-
-
 # Segments of several trees ------------------------------------------------------------------------
 
 
-def packed(rank: PlayedRank, reduce: str) -> tuple[sidecar.Step, SidecarCache]:
-    """A rank's sidecar with three inner segments; the key of a position is its number in all."""
-    made = sidecar.packed(4)
-    cache = spread(reduce, partial(made.planned, 2), 1, rank)
-    for index in (0, 1, 2):
-        held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
-        key = (1000.0 * index + torch.from_numpy(held).double()).view(-1, 1, 1).expand(-1, 2, 3)
-        cache.capture(0, index, (key, -key[..., :2]))
-    rank.sent.clear()
-    return made, cache
+# Context parallelism without processes: kernels, a segment's own attention, and microbatches ------
+
+# Kernels ------------------------------------------------------------------------------------------
 
 
-def lengths_of(made: sidecar.Step, index: int) -> list[int]:
-    return [span.padded for span in made.segments[index].spans]
+# A segment's own attention ------------------------------------------------------------------------
 
 
-def keys_of(made: sidecar.Step, index: int, number: int) -> list[float]:
-    """The keys of a span, as `packed` numbers them."""
-    start = sum(lengths_of(made, index)[:number])
-    return [1000.0 * index + start + i for i in range(lengths_of(made, index)[number])]
+# Rows and microbatches ----------------------------------------------------------------------------
 
 
-# (segment, level): the spans (segment, number) that its runs see.
-RUNS = {
-    (1, 0): [(0, 0), (0, 1)],
-    (3, 0): [(0, 0), (0, 1), (2, 0)],
-    (3, 1): [(1, 0), (1, 1), (1, 2)],
-    (4, 0): [(0, 1), (0, 0)],
-    (4, 1): [(1, 0)],
-}
+class Alone:
+    """A process group of one rank, or one of several that nobody asks anything of."""
+
+    def __init__(self, size=1):
+        self._size = size
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return self._size
 
 
-@both_ways
-def test_keys_are_read_run_by_run(reduce: str) -> None:
-    def part(rank: PlayedRank) -> None:
-        made, cache = packed(rank, reduce)
-        for (index, number), spans in RUNS.items():
-            for _ in range(2):  # gathered and put in order once
-                key, value = cache.read(0, index, cache.level(index, number))
-                assert torch.equal(value, -key[..., :2])
-                lengths = cache.level(index, number).key_lengths
-                runs = key[:, 0, 0].split(lengths)
-                assert [sorted(run.tolist()) for run in runs] == [keys_of(made, *s) for s in spans]
-        assert len(rank.sent) == (len(RUNS) if reduce == "wave" else 0)
-
-    play(2, part)
+def test_samples_that_are_not_cut_into_two_chunks_are_refused():
+    column = np.arange(3)
+    known = CallTokens([CallLayout((6,), True)], column, column, None, None)
+    groups = SimpleNamespace(pp=Alone(), cp=Alone(2))
+    build_nothing = None
+    _, found = read_step(ReadCalls(known, None), groups, build_nothing, torch.device("cpu"))
+    assert isinstance(found, CannotShare)
+    assert "a sample has 3 positions on a context-parallel rank" in str(found)
+    assert "multiple of 4" in str(found)
 
 
-@both_ways
-def test_gradients_of_runs_reach_the_owners_of_their_keys(reduce: str) -> None:
-    """Each rank sends the key itself, times a factor of the rank and the reader."""
-    factors = {key: 1 + number for number, key in enumerate(RUNS)}
+@pytest.mark.parametrize(
+    ("reduce", "steps", "free", "gathers"),
+    [("auto", "ttttt", [9, 9, 9], "yyyyy"), ("auto", "ttttt", [9, 3, 9], "ynnnn"),
+     ("auto", "ttttt", [4, 9, 9], "nnnnn"), ("auto", "fftfttt", [9, 9, 3], "nnyyynn"),
+     ("auto", 53 * "t", [9, 3, 9, 9], 1 * "y" + 52 * "n"),
+     ("auto", 152 * "t", [3, 9, 9, 9, 9, 1], 50 * "n" + 100 * "y" + 2 * "n"),
+     ("segment", "tft", [], "yyy"), ("wave", "tft", [], "nnn")],
+)  # fmt: skip
+def test_every_rank_keeps_all_if_the_least_room_allows_it(
+    reduce, steps, free, gathers, monkeypatch
+):
+    """The predicted peak is 5; passes without gradients (f) ask nobody."""
+    control = MemoryControl(PrefixConfig(cp_reduce=reduce))
+    rooms = iter(free)
+    monkeypatch.setattr(control, "_least_of", lambda groups, rank: next(rooms))
+    peaks = {True: 5.0, False: 1.0}
 
-    def part(rank: PlayedRank) -> None:
-        made, cache = packed(rank, reduce)
-        for (index, number), factor in factors.items():
-            key, value = cache.read(0, index, cache.level(index, number))
-            scale = factor * (1 + 10 * rank.rank)
-            cache.add(0, index, cache.level(index, number), (scale * key, 2 * scale * value))
-        for index in (2, 1, 0):
-            taken = cache.take(0, index)
-            assert taken is not None
-            held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
-            keys = torch.tensor([k for n in range(3) for k in keys_or_none(made, index, n)])
-            times = torch.tensor(
-                [
-                    sum(f for key, f in factors.items() if (index, n) in RUNS[key]) * (1 + 11)
-                    for n in range(3)
-                    for _ in keys_or_none(made, index, n)
-                ]
-            )
-            wanted = (keys * times).double()[torch.from_numpy(held)]
-            assert torch.equal(taken[0], wanted.view(-1, 1, 1).expand(-1, 2, 3))
-            assert torch.equal(taken[1], -2 * wanted.view(-1, 1, 1).expand(-1, 2, 2))
+    def footprint(request, gathers):
+        return SimpleNamespace(peaks=lambda plan: [SimpleNamespace(peak=peaks[gathers])])
 
-    play(2, part)
-
-
-def keys_or_none(made: sidecar.Step, index: int, number: int) -> list[float]:
-    return keys_of(made, index, number) if number < len(lengths_of(made, index)) else []
-
-
-@both_ways
-@pytest.mark.parametrize("name", sidecar.STEPS)
-def test_a_step_on_two_ranks_takes_what_one_rank_takes(name: str, reduce: str) -> None:
-    """Rows that are used again, and gradients under way when their segment is taken."""
-    made = sidecar.STEPS[name](4)
-    order = [(action[0] == "B", int(action[1:])) for action in made.order]
-
-    def run(cache: SidecarCache, of: Callable[[int], torch.Tensor]) -> dict[int, torch.Tensor]:
-        found = {}
-        for backward, index in order:
-            one = made.segments[index]
-            if one.inner and not backward:
-                key = of(index)
-                cache.capture(0, index, (key[..., :3], key[..., 3:]))
-            cache.prefetch(0, index, backward=backward)
-            for number in range(len(cache.map.levels[index]) if backward else 0):
-                key, value = cache.read(0, index, cache.level(index, number))
-                cache.add(0, index, cache.level(index, number), ((1 + index) * key, value))
-            if one.inner and backward:
-                taken = cache.take(0, index)
-                assert taken is not None
-                found[index] = torch.cat(taken, -1).clone()
-                cache.free(index, consumed=True)
-            cache.release(0)
-        assert cache.device_bytes.held == 0
-        return found
-
-    wholes = {i: random(s.padded_length, 2, 5, seed=i) for i, s in enumerate(made.segments)}
-    expected = run(SidecarCache(made.planned(), [Form.POSITIONS] * 1), wholes.__getitem__)
-
-    def part(rank: PlayedRank) -> None:
-        def mine(index: int) -> torch.Tensor:
-            held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
-            return wholes[index][torch.from_numpy(held)]
-
-        found = run(spread(reduce, partial(made.planned, 2), 1, rank), mine)
-        for index, whole in expected.items():
-            held = cp_layout.held_positions(lengths_of(made, index), rank.rank, 2)
-            assert_close(found[index], 2 * whole[torch.from_numpy(held)], 64)  # both ranks send
-
-    play(2, part)
+    monkeypatch.setattr(control, "_footprint", footprint)
+    forest_of_one = forest()
+    joint = SimpleNamespace(lengths=[(1,)], forest=forest_of_one, num_pipelines=1)
+    plan = make_plan(forest_of_one)
+    rank = SimpleNamespace(groups=SimpleNamespace(cp=Alone(2)), same_schedule=[])
+    request = SimpleNamespace(rank=rank, costs=SimpleNamespace(is_known=True))
+    found = ""
+    for kind in steps:
+        rank.forward_only = kind == "f"
+        control.settle(plan, joint, request)
+        found += "y" if control.gathers else "n"
+    assert found == gathers
+    rank.groups.cp = Alone()
+    control.settle(plan, joint, request)
+    assert not control.gathers

@@ -1,14 +1,10 @@
 """verl deals whole groups: its own trainers where they can be had, and what is refused of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +14,7 @@ from megatron_prefix.features.dealing.verl import (
     NAME,
     PARAMETERS,
     PLACES,
-    Rollouts,
     deal_whole_groups,
-    dealt,
     rollouts_of,
 )
 from tests.core.trainers import verl_batches
@@ -30,7 +24,7 @@ from tests.harness.data import REPOSITORY
 HOOK = "megatron_prefix.auto.whole_groups"
 
 
-def balanced() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def balanced():
     """What verl's two trainers did with the batch of tests/core/trainers/verl_batches.py, by their
     own method and by the one that is in its place."""
     done = subprocess.run(
@@ -45,7 +39,7 @@ def balanced() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_verls_trainers_deal_whole_groups_with_one_setting() -> None:
+def test_verls_trainers_deal_whole_groups_with_one_setting():
     dealt_by_verl, ours = balanced()
     num = verl_batches.RANKS * verl_batches.MINI_BATCHES
     for stock, found in zip(dealt_by_verl, ours, strict=True):
@@ -66,18 +60,18 @@ def test_verls_trainers_deal_whole_groups_with_one_setting() -> None:
 class Batch:
     """A DataProto, as far as a trainer orders one."""
 
-    def __init__(self, prompt: int = 4) -> None:
+    def __init__(self, prompt=4):
         mask = torch.zeros(8, 12, dtype=torch.long)
         for row, answer in zip(mask, (2, 7, 1, 3, 5, 2, 6, 4), strict=True):
             row[4 - prompt : 4 + answer] = 1
         self.batch = {"attention_mask": mask, "prompts": mask[:, :4]}
         self.non_tensor_batch = {"uid": [*"abababab"]}
 
-    def reorder(self, order: torch.Tensor) -> None:
+    def reorder(self, order):
         self.order = order.tolist()
 
 
-def trainer(mini_batch: int) -> Any:
+def trainer(mini_batch):
     actor = SimpleNamespace(ppo_mini_batch_size=mini_batch)
     options = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=1))
     return SimpleNamespace(
@@ -86,22 +80,22 @@ def trainer(mini_batch: int) -> Any:
     )
 
 
-def hooked(function: Any, place: int = 0) -> Any:
+def hooked(function, place=0):
     """A module of verl whose trainer balances a batch with the function, and then as we do."""
     name, owner = [*PLACES.items()][place]
     module = ModuleType(name)
     made = type(owner, (), {NAME: function} if function else {})
     vars(module)[owner] = made
     deal_whole_groups(module)
-    return made._balance_batch  # type: ignore[attr-defined]
+    return made._balance_batch
 
 
-def stock(self, batch, metrics, logging_prefix="global_seqlen", keep_minibatch=False):  # type: ignore[no-untyped-def]
+def stock(self, batch, metrics, logging_prefix="global_seqlen", keep_minibatch=False):
     metrics[f"{logging_prefix}/mean"] = 1
 
 
-def test_a_batch_is_ordered_again() -> None:
-    metrics: dict[str, Any] = {}
+def test_a_batch_is_ordered_again():
+    metrics = {}
     for mini_batch, size in ((8, 4), (4, 2)):
         batch = Batch()
         assert hooked(stock)(trainer(mini_batch), batch, metrics, logging_prefix="x") is None
@@ -112,13 +106,7 @@ def test_a_batch_is_ordered_again() -> None:
     assert (metrics["x/balanced_min"], metrics["x/balanced_max"]) == (30, 32)
 
 
-def test_groups_are_dealt_to_mini_batches_and_then_to_ranks() -> None:
-    """10 and 5 are nearly as much as 9 and 4; who had less in the first then has more."""
-    rollouts = Rollouts([*"aabbccdd"], [9, 9, 3, 3, 8, 8, 4, 4], [8, 8, 2, 2, 7, 7, 3, 3])
-    assert dealt(rollouts, 2, 2) == [[[2, 3], [4, 5]], [[0, 1], [6, 7]]]
-
-
-def test_what_is_read_of_batches() -> None:
+def test_what_is_read_of_batches():
     found = rollouts_of(Batch(prompt=3))
     assert found == ([*"abababab"], [5, 10, 4, 6, 8, 5, 9, 7], [3] * 8)
     tags = [{"prompt_len": 3, "seq_len": 5}, {"prompt_len": 2, "seq_len": 9}]
@@ -126,8 +114,8 @@ def test_what_is_read_of_batches() -> None:
     assert rollouts_of(kept) == (["one_two", "pad12"], [5, 9], [3, 2])
 
 
-def test_what_is_not_as_expected_is_refused_by_name() -> None:
-    def older(self, batch, metrics):  # type: ignore[no-untyped-def]
+def test_what_is_not_as_expected_is_refused_by_name():
+    def older(self, batch, metrics):
         pass
 
     for place, owner in enumerate(PLACES.values()):
@@ -146,7 +134,7 @@ def test_what_is_not_as_expected_is_refused_by_name() -> None:
         hooked(stock)(trainer(8), batch, {})
 
 
-def test_trainers_that_are_imported_later_are_reached(tmp_path: Path) -> None:
+def test_trainers_that_are_imported_later_are_reached(tmp_path):
     for name, owner in PLACES.items():
         path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """Whether segments' layers run on CUDA graphs, by what was measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -13,26 +11,20 @@ from megatron_prefix.tree import TreeOptions, build
 from tests.harness.trees import flat_rollouts
 
 
-def test_a_number_is_kept() -> None:
-    given = GraphChoice.of(4096)
-    assert given.tokens == 4096
-    assert given.after(1.0, 512, may_try=True) == given
-
-
-def tried(waits: int = 900) -> GraphChoice:
+def tried(waits=900):
     """Two steps of 1.0 and 1.2 times what was predicted, without graphs."""
     choice = GraphChoice.of("auto").after(1.0, waits, may_try=False)
     assert choice.tokens == 0
     return choice.after(1.2, 100, may_try=True)
 
 
-def test_graphs_are_tried_where_the_device_waits() -> None:
+def test_graphs_are_tried_where_the_device_waits():
     assert tried().tokens == 1024  # the next power of two
     assert tried(1024).tokens == 1024
     assert GraphChoice.of("auto").after(1.0, 900, may_try=True).tokens == 0  # one step is too few
 
 
-def test_nothing_is_tried_where_it_does_not() -> None:
+def test_nothing_is_tried_where_it_does_not():
     choice = GraphChoice.of("auto")
     for _ in range(5):
         choice = choice.after(1.0, 0, may_try=True)
@@ -40,14 +32,14 @@ def test_nothing_is_tried_where_it_does_not() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "tokens"), [(1.0, 1024), (1.066, 1024), (1.068, 0), (2.0, 0)])
-def test_they_stay_if_steps_take_less(ratio: float, tokens: int) -> None:
+def test_they_stay_if_steps_take_less(ratio, tokens):
     """Of 1.1, the median without them, at most 0.97."""
     choice = tried().after(ratio, 0, may_try=True)
     assert choice.tokens == tokens and not choice.is_open
     assert choice.after(0.1, 4096, may_try=True) == choice
 
 
-def test_a_step_in_which_some_are_captured_is_late_once() -> None:
+def test_a_step_in_which_some_are_captured_is_late_once():
     choice = tried().after(1.2, 0, may_try=True, captured=True)
     assert choice.tokens == 1024 and choice.is_open
     assert choice.after(1.0, 0, may_try=True, captured=True).tokens == 1024
@@ -57,7 +49,7 @@ def test_a_step_in_which_some_are_captured_is_late_once() -> None:
     assert sooner.tokens == 1024 and not sooner.is_open
 
 
-def test_they_end_where_there_is_no_room_for_them() -> None:
+def test_they_end_where_there_is_no_room_for_them():
     ended = tried().without_room()
     assert ended.tokens == 0 and not ended.is_open
     kept = tried().after(1.0, 0, may_try=True)
@@ -65,14 +57,14 @@ def test_they_end_where_there_is_no_room_for_them() -> None:
         assert choice.without_room() == choice
 
 
-def test_sets_of_graphs_are_for_segments_about_as_long() -> None:
+def test_sets_of_graphs_are_for_segments_about_as_long():
     sizes = {length: size_of_set(length, 64) for length in (64, 33, 32, 17, 16, 2, 1)}
     assert sizes == {64: 0, 33: 0, 32: 1, 17: 1, 16: 2, 2: 5, 1: 6}
     assert size_of_set(20, 48) == size_of_set(24, 48) == 1 and size_of_set(25, 48) == 0
     assert size_of_set(65, 64) == 0
 
 
-def test_the_longest_segment_that_waits() -> None:
+def test_the_longest_segment_that_waits():
     rollouts, groups = flat_rollouts(400, 100, 4, 1)
     plan = make_plan(build(rollouts, groups, TreeOptions(segment_tokens=200)))
     [actions] = plan.programs
@@ -81,7 +73,7 @@ def test_the_longest_segment_that_waits() -> None:
     assert len({*lengths.values()}) > 1
     shortest = min(lengths.values())
 
-    def host(waiting: float, kind: str, most: int) -> dict[Action, float]:
+    def host(waiting, kind, most):
         short = {one for one in actions if one.kind == kind and lengths[one] <= most}
         return {one: waiting if one in short else 0.1 for one in actions}
 

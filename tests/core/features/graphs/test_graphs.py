@@ -1,20 +1,16 @@
 """Layers on CUDA graphs, whose launches are noted and launched again on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.dsa.kind import DSA
-from megatron_prefix.features.graphs import cuda, layers, pieces, segment_graphs
+from megatron_prefix.features.graphs import cuda, layers, pieces
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
@@ -25,11 +21,8 @@ from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
-from megatron_prefix.megatron.install import installed
-from megatron_prefix.run.read import random_numbers
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group
-from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, call
 
@@ -39,12 +32,12 @@ TOKENS = 256
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
-def steps(model: Any, config: PrefixConfig, num: int = 1) -> list[align.Trace]:
+def steps(model, config, num=1):
     """Traces of some steps of other tokens, without an optimizer."""
     schedule = PrefixSchedule(config)
     found = []
@@ -56,14 +49,14 @@ def steps(model: Any, config: PrefixConfig, num: int = 1) -> list[align.Trace]:
     return found
 
 
-def as_without(model: Any, twin: Any, given: PrefixConfig) -> None:
+def as_without(model, twin, given):
     """A step of a model on graphs is that of its twin without."""
     ours = steps(model, given)
     assert made(model).captures > 0
     same(ours[0], without(twin, given)[0])
 
 
-def same(ours: align.Trace, other: align.Trace) -> None:
+def same(ours, other):
     """Torch's norms read their input twice, so that gradients are added in another order; attention
     inside of graphs adds in another order, too."""
     limit = tolerance(torch.float64, TOKENS)
@@ -76,26 +69,26 @@ def same(ours: align.Trace, other: align.Trace) -> None:
         assert difference <= limit * gradient.abs().max(), name
 
 
-def config(**options: Any) -> PrefixConfig:
+def config(**options):
     fields = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=48)
     return PrefixConfig(**fields | options)
 
 
-def without(model: Any, given: PrefixConfig, num: int = 1) -> list[align.Trace]:
+def without(model, given, num=1):
     """With the same padding, which changes how positions are summed up, and nothing captured."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "SEEN_BEFORE", 10**9)
         return steps(model, given, num)
 
 
-def made(model: Any) -> layers.LayerGraphs:
+def made(model):
     graphs = graphs_of(model)
     assert graphs is not None
     return graphs
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-def test_nothing_is_captured_where_a_hook_would_be_left_out() -> None:
+def test_nothing_is_captured_where_a_hook_would_be_left_out():
     plain, watched = small_model(), small_model()
     seen = []
     inside = unwrap(watched).decoder.layers[0].mlp.linear_fc1
@@ -110,20 +103,7 @@ def test_nothing_is_captured_where_a_hook_would_be_left_out() -> None:
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-def test_hooks_of_ours_around_cores_are_in_no_ones_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU every core has them, as random numbers are counted there."""
-    counted: list[int] = []
-    monkeypatch.setattr(random_numbers, "counts_taken", lambda _: True)
-    monkeypatch.setattr(random_numbers, "taken", lambda _: 0)
-    monkeypatch.setattr(random_numbers, "_count", lambda _: counted.append(1) or 0)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: None)
-    model = small_model()
-    steps(model, config())
-    assert counted and made(model).captures > 0
-
-
-@pytest.mark.usefixtures("recorded_graphs")
-def test_a_failure_leaves_no_segment_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_no_segment_with_graphs(monkeypatch):
     model = small_model(spec={"num_layers": 3})
     before = steps(model, config())
     with monkeypatch.context() as patch:
@@ -136,7 +116,7 @@ def test_a_failure_leaves_no_segment_with_graphs(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("recorded_graphs")
 @pytest.mark.parametrize("what", ["weights", "gradients", "frozen", "trained again", "angles"])
-def test_what_changes_between_steps_is_captured_again(what: str) -> None:
+def test_what_changes_between_steps_is_captured_again(what):
     name = "tiny-deepseek" if what == "angles" else "tiny-llama"
     plain, changed = (small_model(name, spec={"num_layers": 3}) for _ in range(2))
     for layer in unwrap(changed).decoder.layers if what == "trained again" else ():
@@ -160,8 +140,8 @@ def test_what_changes_between_steps_is_captured_again(what: str) -> None:
         same(one, other)
 
 
-def test_models_that_cannot_run_on_graphs_are_named() -> None:
-    def why(name: str, **fields: Any) -> str:
+def test_models_that_cannot_run_on_graphs_are_named():
+    def why(name, **fields):
         spec = resolve(name, **fields)
         return layers.why_not(spec, layers_of(spec))
 
@@ -189,62 +169,22 @@ def test_models_that_cannot_run_on_graphs_are_named() -> None:
     ],
 )
 def test_nccl_must_not_register_memory_that_moves(
-    collectives: bool, register: str, allocator: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    collectives, register, allocator, said, monkeypatch
+):
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     assert said in cuda.why_not(torch.device("cuda"), collectives=collectives)
     assert cuda.why_not(torch.device("cpu"), collectives=collectives)
 
 
-class Sets:
-    """How many sets of graphs segments have at once.
-
-    Attributes:
-        most: that.
-        inner: of every segment that got one whether others read it.
-    """
-
-    def __init__(self, model: Any, patch: pytest.MonkeyPatch) -> None:
-        self.most, self.inner, live = 0, list[bool](), set[int]()
-        begin, release = segment_graphs.SegmentGraphs.begin, layers.LayerGraphs.release
-
-        def begun(*arguments: Any) -> None:
-            context = installed(model).current  # type: ignore[union-attr]
-            live.add(context.index)  # type: ignore[union-attr]
-            self.inner.append(context.inner)  # type: ignore[union-attr]
-            self.most = max(self.most, len(live))
-            begin(*arguments)
-
-        def released(graphs_of: layers.LayerGraphs, segment: int) -> None:
-            live.discard(segment)
-            release(graphs_of, segment)
-
-        patch.setattr(segment_graphs.SegmentGraphs, "begin", begun)
-        patch.setattr(layers.LayerGraphs, "release", released)
-
-
 @pytest.mark.usefixtures("recorded_graphs")
-@pytest.mark.parametrize(("memory", "most"), [("retain", 5), ("recompute", 1)])
-def test_recomputed_segments_have_one_set(
-    memory: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One after the other, in their forward and when that runs again; as is predicted."""
-    model = small_model(spec={"num_layers": 3})
-    sets = Sets(model, monkeypatch)
-    steps(model, config(memory=memory, chunk_tokens=8), 3)
-    assert sets.most == most and any(sets.inner) and not all(sets.inner)
-    assert len([*made(model).sets]) >= most  # those of chunks are not those of waves
-
-
-@pytest.mark.usefixtures("recorded_graphs")
-def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch):
     """Its segments that are recomputed share one, and others are not kept beside it."""
-    model, given = small_model(spec={"num_layers": 3}), config(min_gain=0, chunk_tokens=8)
+    model, given = small_model(spec={"num_layers": 2}), config(min_gain=0, chunk_tokens=8)
     before = steps(model, given, 1)
     release, first = layers.LayerGraphs.release, list[int]()
 
-    def failing(*arguments: Any) -> None:
+    def failing(*arguments):
         if not first:
             first.append(made(model).device_bytes)
             raise torch.OutOfMemoryError("no memory here")
@@ -256,39 +196,9 @@ def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch: pytest.Monke
     assert 0 < made(model).device_bytes < first[0]
 
 
-@pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")
-def test_what_a_recomputed_segment_sends_is_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its set is another's while it is on its way."""
-    sent: list[tuple[bool, bool]] = []
-    replayed = layers.CutLayer.replayed
-
-    def noted(layer: Any, sides: Any, *args: Any, **kwargs: Any) -> Any:
-        found = replayed(layer, sides, *args, **kwargs)
-        y, place = found[0], sides.pieces[-1].outputs[0]
-        if not torch.is_grad_enabled():
-            sent.append((layer.number == 2, y.data_ptr() == place.data_ptr()))
-        return found
-
-    monkeypatch.setattr(layers.CutLayer, "replayed", noted)
-    model = small_model(MAMBA, spec=mamba("M*M"))
-    steps(model, config(memory="recompute", chunk_tokens=8))
-    assert {is_last for is_last, _ in sent} == {False, True}
-    assert all(in_place != is_last for is_last, in_place in sent)
-
-
-@pytest.mark.usefixtures("recorded_graphs")
-def test_a_parameter_that_no_module_has_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model(spec={"num_layers": 3})
-    inside = unwrap(model).decoder.layers[0].mlp.linear_fc1
-    stock, more = inside.forward, torch.zeros((), dtype=torch.float64, requires_grad=True)
-    monkeypatch.setattr(inside, "forward", lambda x: (stock(x)[0] + more, None))
-    steps(model, config())
-    assert made(model).captures == 0 and "no module" in made(model).refused
-
-
-def test_what_a_failed_capture_has_launched_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_failed_capture_has_launched_is_waited_for(monkeypatch):
     """A rehearsal adds zeros to main gradients on a stream of its own, while others add theirs."""
-    done: list[str] = []
+    done = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
     monkeypatch.setattr(cuda, "apart", lambda: done.append("apart") or contextlib.nullcontext())
     monkeypatch.setattr(cuda, "pool", lambda: None)
@@ -301,19 +211,17 @@ def test_what_a_failed_capture_has_launched_is_waited_for(monkeypatch: pytest.Mo
 class Nothing(cuda.Graph):
     """Captures nothing."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool):
         pass
 
-    def begin(self) -> None:
+    def begin(self):
         """See Graph."""
 
     end = abandon = replay = begin
 
 
 @pytest.mark.parametrize("is_first", [True, False])  # the first runs whoever's turn it is
-def test_what_leaves_the_pieces_is_nobodys_place(
-    is_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_leaves_the_pieces_is_nobodys_place(is_first, monkeypatch):
     """A gradient that goes to an earlier stage is on its way while others are written. One of what
     a piece passes on is added where it is."""
     monkeypatch.setattr(cuda, "Graph", Nothing)
@@ -328,9 +236,7 @@ def test_what_leaves_the_pieces_is_nobodys_place(
     assert (gradient.data_ptr() == passed.data_ptr()) != is_first
 
 
-def test_a_gradient_of_what_is_borrowed_is_its_lenders_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gradient_of_what_is_borrowed_is_its_lenders_own(monkeypatch):
     """Where it came to the borrower, the gradient of a sum, others write before the lender runs."""
     monkeypatch.setattr(cuda, "Graph", Nothing)
     lender, borrower = pieces.Piece(None), pieces.Piece(None)
@@ -348,7 +254,7 @@ def test_a_gradient_of_what_is_borrowed_is_its_lenders_own(
     assert torch.equal(of_x, torch.full((3,), 2.0 + 3 * 5))
 
 
-def test_a_place_without_a_gradient_is_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_without_a_gradient_is_zeroed(monkeypatch):
     monkeypatch.setattr(cuda, "Graph", Nothing)
     piece = pieces.Piece(None)
     x, unused = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -363,14 +269,14 @@ class Adding(torch.autograd.Function):
     """A product that adds its weight's gradient to `main_grad`, as Megatron's fused ones do."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+    def forward(ctx, x, weight):
         """x * weight."""
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
         return x * weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx, gradient):
         """What stands for the weight's gradient holds nothing."""
         x, weight = ctx.saved_tensors
         ctx.weight.main_grad += gradient * x
@@ -379,9 +285,7 @@ class Adding(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_parameter_says_whether_its_gradient_was_added(
-    fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parameter_says_whether_its_gradient_was_added(fused, monkeypatch):
     """By this backward: another one of the step may have added another product's."""
     monkeypatch.setattr(cuda, "Graph", Nothing)
     module = torch.nn.Module()
@@ -404,23 +308,8 @@ def test_a_parameter_says_whether_its_gradient_was_added(
         assert [*piece.run_backward([torch.full((3,), 2.0)])][1].data_ptr() != place
 
 
-def test_a_piece_holds_what_autograd_saves_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has computed is copied to its place: memory that stays is not for both."""
-    monkeypatch.setattr(cuda, "Graph", Nothing)
-    piece = pieces.Piece(None)
-    x, place, gradient = torch.ones(3, requires_grad=True), torch.zeros(3), torch.zeros(3)
-    y = 2 * x
-    computed = weakref.ref(y)
-    piece.end([x], [y], [place])
-    piece.uses([], {})
-    del y
-    assert computed() is None and torch.equal(place, torch.full((3,), 2.0))
-    piece.capture_backward([torch.ones(3)], [gradient])
-    assert torch.equal(gradient, torch.full((3,), 2.0))
-
-
 @pytest.mark.usefixtures("recorded_graphs")
-def test_passes_without_gradients_leave_them() -> None:
+def test_passes_without_gradients_leave_them():
     """Also those of a schedule of their own, which has measured nothing."""
     model = small_model(spec={"num_layers": 3})
     steps(model, config())
@@ -432,7 +321,7 @@ def test_passes_without_gradients_leave_them() -> None:
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-def test_graphs_that_were_turned_off_are_not_kept() -> None:
+def test_graphs_that_were_turned_off_are_not_kept():
     model = small_model(spec={"num_layers": 3})
     steps(model, config())
     before = weakref.ref(made(model))

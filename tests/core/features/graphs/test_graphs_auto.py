@@ -1,9 +1,6 @@
 """Mode "auto" decides on CUDA graphs by what it measures; here launches are emulated."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,7 +12,7 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.recorded import RecordedGraph, choice_of
+from tests.harness.recorded import choice_of
 
 CONFIG = PrefixConfig(
     mode="auto", min_speedup=0.01, kernel="math", min_gain=4, segment_tokens=24, memory="retain",
@@ -24,18 +21,13 @@ CONFIG = PrefixConfig(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
 @pytest.mark.parametrize(("pays", "kept"), [(1e9, True), (0.0, False)])
-def test_tried_after_first_steps_and_kept_if_they_pay(
-    pays: float,
-    kept: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    recorded_graphs: type[RecordedGraph],
-) -> None:
+def test_tried_after_first_steps_and_kept_if_they_pay(pays, kept, monkeypatch, recorded_graphs):
     monkeypatch.setattr(cost_meter, "EVERY", 9)
     monkeypatch.setattr(choice, "PAYS", pays)
     model, schedule = small_model(spec={"num_layers": 3}), PrefixSchedule(CONFIG)
@@ -52,9 +44,7 @@ def test_tried_after_first_steps_and_kept_if_they_pay(
     assert not any(replayed[:5]) and replayed[8] and replayed[10] == kept
 
 
-def test_steps_go_on_where_graphs_cannot_be_imported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_go_on_where_graphs_cannot_be_imported(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "megatron_prefix.features.graphs.part", None)
     parts_of_call._warn.cache_clear()
     schedule = PrefixSchedule(CONFIG)

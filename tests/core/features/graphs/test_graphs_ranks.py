@@ -1,196 +1,118 @@
-"""Layers on CUDA graphs in layouts of several ranks, against the same steps without."""
-
-from __future__ import annotations
-
-import functools
-from typing import Any
-from unittest import mock
+"""Ranks whose layers run on CUDA graphs capture and choose alike; launches are noted and launched
+again. Rows that compare such steps: tests/test_cases_on_ranks.py."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.graphs import layers
+from megatron_prefix.features.graphs import choice, cuda
 from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
+from megatron_prefix.features.measure import cost_meter
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model, unwrap
-from megatron_prefix.lab.models.presets import ModelSpec, resolve
-from megatron_prefix.lab.numerics import tolerance
+from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness import hybrid
+from tests.core.features.graphs.test_graphs_auto import CONFIG as AUTO
 from tests.harness.ranks import run_ranks
-from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs  # noqa: F401
+from tests.harness.recorded import RecordedGraph, choice_of, recorded_graphs  # noqa: F401
 
-pytestmark = pytest.mark.turns
-
-HALVES = {"chunk_tokens": 12}
-"""Of a prompt: recurrent states cross from one to the other."""
-LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "TP2+SP": (Layout(tp=2, sequence_parallel=True), {}),
-    "TP2+SP, halves": (Layout(tp=2, sequence_parallel=True), HALVES),
-    "CP2": (Layout(cp=2), {}),
-    "PP2, halves": (Layout(pp=2), HALVES),
-    "PP2 x VPP2, chunks": (Layout(pp=2, vpp=2), {"chunk_tokens": 8}),
-    "DP2, overlapped, recomputed": (
-        Layout(dp=2), {"chunk_tokens": 8, "memory": "recompute", "overlap_grad_reduce": True},
-    ),
-    "EP2, chunks": (Layout(dp=2, ep=2), {"chunk_tokens": 8}),
-}  # fmt: skip
-TOKENS, STEPS = 256, 2
-WHEN = {"weights move": STEPS - 1, "a hook": 0}
-MIXED = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5,
-         "moe_shared_expert_intermediate_size": 32}  # fmt: skip
-HYBRID = {
-    hybrid.GDN: resolve(hybrid.GDN, **hybrid.gated_delta(4)).with_vocab(64),
-    hybrid.MAMBA: resolve(hybrid.MAMBA, **hybrid.mamba("M*-M")).with_vocab(64),
-}
-CONFIG = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64)
+TP2, PP2, DP2 = Layout(tp=2, sequence_parallel=True), Layout(pp=2), Layout(dp=2)
+CONFIG = PrefixConfig(
+    kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64
+)
+STEPS = 2
+WHEN = {"weights move": STEPS - 1, "a hook": 0, "nothing": STEPS, "no memory": 0}
+"""What happens on the first rank alone, and in which step."""
 
 
-def spec_of(name: str, layout: Layout) -> ModelSpec:
-    """Of three layers, or two a stage or more; the first of experts is dense."""
-    if name in HYBRID:
-        return HYBRID[name]
-    layers = 4 if layout.pp > 1 else 3
-    fields = {**MIXED, "moe_layer_freq": (False, *(layers - 1) * (True,))} if name else {}
-    return resolve(name or "tiny-llama", num_layers=layers, **fields).with_vocab(64)
+def chunks_of(layout, num_layers):
+    spec = resolve("tiny-llama", num_layers=num_layers).with_vocab(64)
+    return build_model(spec, layout=layout, dtype="float64")
 
 
-def microbatches(layout: Layout, seed: int) -> list[Any]:
-    seed += 100 * (layout.ep > 1) * align.data_rank()
-    groups = list(generate(2, 24, 8, 3, vocab_size=64, seed=seed, uneven=layout.ep > 1))
-    items = align.microbatches(groups, seed, align.alignment(spec_of("", layout), layout))
-    return align.on_this_cp_rank(items)
+def captured(cases):
+    """How often a tensor-parallel rank's layers were captured in some steps of each case, of so
+    many layers, and why not."""
+    runtime.initialize(TP2, "cpu")
+    found = []
+    for what, num_layers in cases:
+        chunks, schedule = chunks_of(TP2, num_layers), PrefixSchedule(CONFIG)
+        for seed in range(STEPS):
+            if seed == WHEN[what] and dist.get_rank() == 0:
+                happen(what, unwrap(chunks[0]).decoder.layers[0].mlp.linear_fc1)
+            groups = list(generate(2, 24, 8, 3, vocab_size=64, seed=seed))
+            align.run_step(schedule, chunks, align.microbatches(groups, seed, 2), optimize=False)
+        graphs = graphs_of(chunks[0])
+        assert graphs is not None
+        found.append((graphs.captures, graphs.refused))
+    return found
 
 
-def steps(
-    layout: Layout, options: dict[str, Any], only_here: str = "", name: str = ""
-) -> tuple[list[align.Trace], int]:
-    """Traces of some steps on one rank, and how often its layers were captured.
-
-    `only_here`: what happens on the first rank alone, before graphs are captured or after that;
-    `name`: of the model.
-    """
-    runtime.initialize(layout, "cpu")
-    options, build = dict(options), {}
-    if "overlap_grad_reduce" in options:
-        build["overlap_grad_reduce"] = options.pop("overlap_grad_reduce")
-    chunks = build_model(spec_of(name, layout), layout=layout, dtype="float64", **build)
-    schedule, found = PrefixSchedule(PrefixConfig(**CONFIG | options)), []
-    for seed in range(STEPS):
-        if seed == WHEN.get(only_here) and torch.distributed.get_rank() == 0:
-            happen(only_here, unwrap(chunks[0]).decoder.layers[0].mlp.linear_fc1)
-        items = microbatches(layout, seed)
-        found.append(align.run_step(schedule, chunks, items, optimize=False))
-    return found, sum(one.captures for one in map(graphs_of, chunks) if one is not None)
-
-
-def happen(what: str, module: Any) -> None:
+def happen(what, module):
     if what == "weights move":
         module.weight.data = module.weight.data.clone()
-    else:
+    elif what == "a hook":
         module.register_forward_hook(lambda *_: None)
-
-
-ROWS = [
-    *((name, "") for name in (
-        "TP2+SP", "CP2", "PP2 x VPP2, chunks", "DP2, overlapped, recomputed")),
-    # Also where ranks that share experts have segments of other lengths, and other graphs.
-    ("TP2+SP", "tiny-moe"), ("CP2", "tiny-deepseek"), ("EP2, chunks", "tiny-moe"),
-    ("TP2+SP, halves", hybrid.GDN), ("PP2, halves", hybrid.MAMBA),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "model"), ROWS)
-def test_steps_are_those_without(
-    name: str,
-    model: str,
-    recorded_graphs: type[RecordedGraph],  # noqa: F811
-    request: pytest.FixtureRequest,
-) -> None:
-    if model in HYBRID:
-        request.getfixturevalue("cores_in_fp64")
-    ours = run_ranks(2, steps, *LAYOUTS[name], "", model)
-    assert all(captures > 0 for _, captures in ours)
-    compare(ours, name, model)
-
-
-@pytest.mark.parametrize("what", WHEN)
-def test_tensor_parallel_ranks_capture_together(
-    what: str,
-    recorded_graphs: type[RecordedGraph],  # noqa: F811
-) -> None:
-    ours = run_ranks(2, steps, *LAYOUTS["TP2+SP"], what, timeout_s=60.0)
-    assert ours[0][1] == ours[1][1]
-    compare(ours, "TP2+SP")
-
-
-def _one_layer() -> int:
-    layout = Layout(tp=2, sequence_parallel=True)
-    runtime.initialize(layout, "cpu")
-    spec = resolve("tiny-llama", num_layers=1).with_vocab(64)
-    chunks = build_model(spec, layout=layout, dtype="float64")
-    schedule = PrefixSchedule(PrefixConfig(**CONFIG))
-    align.run_step(schedule, chunks, microbatches(layout, 0), optimize=False)
-    graphs = graphs_of(chunks[0])
-    assert graphs is not None
-    return graphs.captures
-
-
-@pytest.mark.usefixtures("recorded_graphs")
-def test_the_last_stage_may_have_no_layer_with_graphs() -> None:
-    """Of one layer, which runs on what is read."""
-    assert run_ranks(2, _one_layer) == [0, 0]
-
-
-@functools.cache
-def without_graphs(name: str, model: str) -> list[tuple[list[align.Trace], int]]:
-    """The same steps in a layout, where nothing is seen often enough to be captured."""
-    with mock.patch.object(layers, "SEEN_BEFORE", 10**9):
-        return run_ranks(2, steps, *LAYOUTS[name], "", model)
-
-
-def compare(ours: list[tuple[list[align.Trace], int]], name: str, model: str = "") -> None:
-    """Compares with the same steps without graphs."""
-    limit = tolerance(torch.float64, TOKENS)
-    for (mine, _), (others, none) in zip(ours, without_graphs(name, model), strict=True):
-        assert none == 0
-        for one, other in zip(mine, others, strict=True):
-            assert all(torch.equal(one.auxiliary[key], of) for key, of in other.auxiliary.items())
-            for key, gradient in other.gradients.items():
-                difference = (one.gradients[key] - gradient).abs().max()
-                assert difference <= limit * gradient.abs().max(), key
-
-
-def _one_rank_fails(layout: Layout) -> tuple[list[str], int]:
-    """Why each step has no graphs on this rank; on the second one captures fail."""
-    runtime.initialize(layout, "cpu")
-    if torch.distributed.get_rank() == 1:
+    else:
         capture = SegmentGraphs.capture
 
-        def failing(*arguments: Any) -> None:
+        def failing(*arguments):
             capture(*arguments)
             raise torch.OutOfMemoryError("no memory here")
 
-        SegmentGraphs.capture = failing  # type: ignore[method-assign]
-    chunks = build_model(spec_of("", layout), layout=layout, dtype="float64")
-    schedule = PrefixSchedule(PrefixConfig(**CONFIG))
-    found = []
-    for seed in range(STEPS):
-        align.run_step(schedule, chunks, microbatches(layout, seed), optimize=False)
-        graphs = graphs_of(chunks[0])
-        assert graphs is not None
-        found.append(graphs.refused)
-    return found, graphs.captures
+        SegmentGraphs.capture = failing  # the rank's own process
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-def test_where_one_rank_cannot_capture_none_has_graphs() -> None:
-    """NCCL wants ranks to launch a collective alike; and none waits for another for ever."""
-    [(first, captures), (second, more)] = run_ranks(2, _one_rank_fails, LAYOUTS["TP2+SP"][0])
-    assert captures == more == 0
-    assert "another tensor-parallel rank" in first[-1] and "no memory here" in second[-1]
+def test_tensor_parallel_ranks_capture_together():
+    """NCCL wants ranks to launch a collective alike, and none waits for another for ever. A stage
+    of one layer, which runs on what is read, has none."""
+    cases = [("nothing", 1), *((what, 2) for what in WHEN)]
+    ranks = run_ranks(2, captured, cases, timeout_s=60.0)
+    both = {what: (ranks[0][number], ranks[1][number]) for number, what in enumerate(cases)}
+    numbers = {what: [captures for captures, _ in found] for what, found in both.items()}
+    for what in (("nothing", 1), ("a hook", 2), ("no memory", 2)):
+        assert numbers[what] == [0, 0], what
+    [undisturbed, same] = numbers["nothing", 2]
+    assert undisturbed == same > 0
+    assert numbers["weights move", 2] == [2 * undisturbed] * 2
+    (_, first), (_, second) = both["no memory", 2]
+    assert "no memory here" in first and "another tensor-parallel rank" in second
+
+
+def chosen(layout, num_steps):
+    """What a rank has chosen after each step, and whether it has replayed graphs in it."""
+    runtime.initialize(layout, "cpu")
+    chunks, schedule = chunks_of(layout, 2), PrefixSchedule(AUTO)
+    tokens, replayed = [], []
+    for step in range(num_steps):
+        # Data-parallel ranks have trees of their own, and one may share nothing.
+        num = 1 if layout.dp > 1 and step == 3 and dist.get_rank() == 1 else 3
+        seed = step + 100 * (layout.dp > 1) * align.data_rank()
+        items = align.microbatches([*generate(2, 24, 9, num, vocab_size=64, seed=seed)], seed)
+        before = cuda.Graph.replays
+        align.run_step(schedule, chunks, items, optimize=False)
+        tokens.append(choice_of(schedule).tokens)
+        replayed.append(cuda.Graph.replays > before)
+    return tokens, replayed
+
+
+@pytest.mark.parametrize("layout", [PP2, DP2], ids=str)
+def test_ranks_choose_alike(
+    layout,
+    monkeypatch,
+    recorded_graphs,  # noqa: F811
+):
+    """In every step, and none waits for another for ever."""
+    monkeypatch.setattr(cost_meter, "EVERY", 8)
+    monkeypatch.setattr(choice, "PAYS", 0.0)
+    (tokens, replayed), (others, _) = run_ranks(2, chosen, layout, 9, timeout_s=60.0)
+    assert tokens == others
+    # Four steps without, three with them, and the one that is timed decides.
+    assert not any(tokens[:4]) and all(tokens[4:7]) and not any(tokens[7:])
+    assert any(replayed[5:8]) and not any(replayed[:5]) and not replayed[8]

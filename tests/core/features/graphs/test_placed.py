@@ -1,7 +1,5 @@
 """Attention inside of graphs: lengths and rows on the device."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -1,17 +1,17 @@
 """Prices from measurements: known ones come back, and strange ones do no harm."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from megatron_prefix.errors import UserError
+from megatron_prefix.features.measure.cost_file import Measured, read_costs, write_costs
 from megatron_prefix.features.measure.cost_fit import Evidence, StepTime, together
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.model import cost_of
-from megatron_prefix.plan.cost import CostModel, Features, Work, features
+from megatron_prefix.plan.cost import CostModel, Work, features
 
 COST = cost_of(resolve("qwen3-8b", num_layers=12))
 PRIOR = COST.in_seconds(4e14, 12)
@@ -20,7 +20,7 @@ FACTORS = (1.5, 1.2, 4, 3, 2, 1, 1.8, 1.3, 3, 5, 2, 1)
 TRUTH = CostModel(tuple(c * f for c, f in zip(PRIOR.prices, FACTORS, strict=True)))
 
 
-def actions(seed: int, num: int = 60) -> list[Features]:
+def actions(seed, num=60):
     """Segments of many sizes: inner ones without loss, and waves below them."""
     draw, found = np.random.default_rng(seed), []
     for _ in range(num):
@@ -32,29 +32,29 @@ def actions(seed: int, num: int = 60) -> list[Features]:
     return found
 
 
-def measured(rows: list[Features], noise: float = 0.0, seed: int = 0) -> list[float]:
+def measured(rows, noise=0.0, seed=0):
     factors = np.exp(noise * np.random.default_rng(seed).standard_normal(len(rows)))
     return [TRUTH.of(one) * f for one, f in zip(rows, factors, strict=True)]
 
 
-def error(times: CostModel, rows: list[Features]) -> float:
+def error(times, rows):
     return max(abs(times.of(one) / TRUTH.of(one) - 1) for one in rows)
 
 
-def assert_known(times: CostModel) -> None:
+def assert_known(times):
     """Attention calls are a hundredth of the time here, and mostly come with an action."""
     for place, (found, true) in enumerate(zip(times.prices, TRUTH.prices, strict=True)):
         assert found == pytest.approx(true, rel=0.2 if place in (4, 10) else 0.03), place
     assert error(times, actions(1)) < 0.01
 
 
-def test_known_prices_come_back() -> None:
+def test_known_prices_come_back():
     rows = actions(0)
     times = Evidence.of_actions(rows, measured(rows), PRIOR).times(PRIOR)
     assert_known(times)
 
 
-def test_noise_and_first_calls_of_kernels() -> None:
+def test_noise_and_first_calls_of_kernels():
     """5% of noise, and every tenth action a second late: others are predicted to some percent."""
     rows = actions(0)
     seconds = measured(rows, 0.05)
@@ -66,15 +66,7 @@ def test_noise_and_first_calls_of_kernels() -> None:
     assert np.median([abs(times.of(r) / TRUTH.of(r) - 1) for r in fresh]) < 0.06
 
 
-def test_actions_of_one_size_move_all_prices_together() -> None:
-    """Features in one proportion say one thing: a factor for all."""
-    work = Work(2048, 2048, 2048 * 1025, 1, 1)
-    rows = [features(work, kinds) for kinds in "FB" * 20]
-    times = Evidence.of_actions(rows, [3 * PRIOR.of(one) for one in rows], PRIOR).times(PRIOR)
-    assert times.prices == pytest.approx([3 * c for c in PRIOR.prices], rel=1e-6)
-
-
-def test_no_price_is_negative() -> None:
+def test_no_price_is_negative():
     rows = actions(0)
     draw = np.random.default_rng(3)
     seconds = draw.uniform(0.001, 0.1, len(rows)).tolist()  # says nothing
@@ -82,20 +74,7 @@ def test_no_price_is_negative() -> None:
     assert min(times.prices) >= 0 and np.isfinite(times.prices).all()
 
 
-def test_a_price_that_is_not_counted_stays_zero() -> None:
-    prior = replace(PRIOR, prices=tuple(np.array(PRIOR.prices) * ([1, 0, 1, 1, 1, 1] * 2)))
-    rows = actions(0)
-    times = Evidence.of_actions(rows, measured(rows), prior).times(prior)
-    assert times.prices[1] == times.prices[7] == 0
-
-
-@pytest.mark.parametrize("num", [0, 3])
-def test_few_actions_change_nothing(num) -> None:
-    rows = actions(0)[:num]
-    assert Evidence.of_actions(rows, measured(rows), PRIOR).times(PRIOR) == PRIOR
-
-
-def test_ranks_and_steps_add_up() -> None:
+def test_ranks_and_steps_add_up():
     """The output layer is on the last stage only, and both stages' actions make one fit."""
     rows = actions(0)
     first = [one * (1, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1) for one in rows]
@@ -110,18 +89,18 @@ def test_ranks_and_steps_add_up() -> None:
 # Whole steps --------------------------------------------------------------------------------------
 
 
-def step(share: bool, factor: float) -> Evidence:
+def step(share, factor):
     one = features(Work(8000, 8000, 1e7, 2, 2), "FB")
     return Evidence(steps=(StepTime(share, tuple(one.tolist()), factor * PRIOR.of(one)),))
 
 
-def factors(known: Evidence) -> tuple[float, float]:
+def factors(known):
     """Of the stock schedule and of the prefix schedule."""
     times = known.times(PRIOR)
     return times.stock_factor, times.prefix_factor
 
 
-def test_factors_of_both_schedules() -> None:
+def test_factors_of_both_schedules():
     known = step(True, 2.0)
     assert factors(known) == pytest.approx((2, 2))
     for factor in (5.0, 1.5, 1.4):  # the median: one slow step does not count
@@ -130,48 +109,64 @@ def test_factors_of_both_schedules() -> None:
     assert known.measured(True) and known.measured(False) and not step(True, 1).measured(False)
 
 
-def test_old_steps_are_forgotten() -> None:
-    known = step(False, 9.0)
-    for _ in range(20):
-        known = known.and_also(step(True, 1.0))
-    assert len(known.steps) == 6
-    assert factors(known)[0] == pytest.approx(9)
-
-
-def test_the_rank_for_which_nobody_waited_counts() -> None:
-    found = together([step(True, 3.0), step(True, 1.1), step(False, 2.0), Evidence()], PRIOR)
-    assert factors(found) == pytest.approx((2.0, 1.1))
-
-
 # Kept ---------------------------------------------------------------------------------------------
-
-
-def test_measurements_come_back_from_json() -> None:
-    rows = actions(0)
-    known = Evidence.of_actions(rows, measured(rows), PRIOR).and_also(step(True, 2.0))
-    again = Evidence.from_json(json.loads(json.dumps(known.to_json(), allow_nan=False)))
-    assert again.times(PRIOR) == known.times(PRIOR)
-    assert again.steps == known.steps and again.count == known.count
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("gram", [[1.0]]),
-        ("gram", "x"),
-        ("moment", [float("nan")] * 10),
-        ("moment", [-1.0] * 10),
-        ("count", None),
-        ("count", float("inf")),
-        ("steps", [[True, [1.0], 1.0]]),
-        ("steps", [[True, [0.0] * 10, 1.0]]),
-        ("steps", [[True, [1.0] * 10, 0.0]]),
-        ("steps", 7),
+        ("gram", [[1.0]]), ("gram", "x"), ("moment", [float("nan")] * 10), ("moment", [-1.0] * 10),
+        ("count", None), ("count", float("inf")), ("steps", [[True, [1.0], 1.0]]),
+        ("steps", [[True, [0.0] * 10, 1.0]]), ("steps", [[True, [1.0] * 10, 0.0]]), ("steps", 7),
         ("gram", np.triu(np.ones((10, 10)), 1).tolist()),
     ],
-)
-def test_damaged_measurements_are_refused(name, value) -> None:
+)  # fmt: skip
+def test_damaged_measurements_are_refused(name, value):
     with pytest.raises(ValueError, match="measure"):
         Evidence.from_json({**step(True, 1.0).to_json(), name: value})
     with pytest.raises(ValueError, match="measure"):
         Evidence.from_json([])
+
+
+# The file of measured costs: whole, shared by several jobs, and never another file's end ----------
+
+
+def test_entries_live_side_by_side(tmp_path):
+    path = str(tmp_path / "new" / "costs.json")
+    assert read_costs(path) == {}
+    for key, count in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
+        write_costs(path, key, Measured(replace(Evidence(), count=count)))
+    assert {key: one.times.count for key, one in read_costs(path).items()} == {"a": 3.0, "b": 2.0}
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["costs.json"]
+
+
+@pytest.mark.parametrize("row", [[True], [True, 0, "x"], [True, 0, -1.0], [1, 0, *[1.0] * 9], 3])
+def test_damaged_bytes_are_refused(tmp_path, row):
+    path = tmp_path / "costs.json"
+    write_costs(str(path), "a", Measured())
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["measured"]["a"]["bytes"] = [row]
+    path.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(UserError, match="damaged"):
+        read_costs(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"rollouts", "no file of measured costs"), (b"\xff\xfe", "no file of measured costs"),
+        (b"[]", "no file of measured costs"), (b"[" * 100_000, "no file of measured costs"),
+        (b'{"format": "megatron_prefix costs", "version": 9}', "another version than 2"),
+        (b'{"format": "megatron_prefix costs", "version": 2}', "damaged"),
+        (b'{"format": "megatron_prefix costs", "version": 2, "measured": 1}', "damaged"),
+        (b'{"format": "megatron_prefix costs", "version": 2, "measured": {"a": 1}}', "damaged"),
+    ],
+)  # fmt: skip
+def test_other_files_are_refused_and_kept(tmp_path, text, why):
+    path = tmp_path / "costs.json"
+    path.write_bytes(text)
+    for work in (lambda: read_costs(str(path)), lambda: write_costs(str(path), "a", Measured())):
+        with pytest.raises(UserError, match=why) as caught:
+            work()
+        assert "\n" not in str(caught.value) and "name another file" in str(caught.value)
+    assert path.read_bytes() == text

@@ -1,100 +1,28 @@
 """States of recurrent layers: where they lie, who reads them, and that wrong orders raise."""
 
-from __future__ import annotations
-
+import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
 
-from megatron_prefix.features.recurrent import states
+from megatron_prefix.features.recurrent import moves, probe, states
+from megatron_prefix.features.recurrent.definition import (
+    chunk_gated_delta_rule,  # its module has it
+)
 from megatron_prefix.features.recurrent.spans import Spans
-from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.sidecar.arena import Reading
-from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
-from megatron_prefix.tree import build
-from megatron_prefix.tree.payload_map import Form, payload_map
-from tests.harness import sidecar
-from tests.harness.sidecar import STEPS, Step
-from tests.harness.trees import rollout_sets, tree_options
-
-LAYER = 2
-"""Of a recurrent layer behind two attention layers."""
-
-
-@settings(max_examples=30)
-@given(rollout_sets(), tree_options())
-def test_rows_of_live_segments_never_overlap(drawn, options) -> None:  # type: ignore[no-untyped-def]
-    rollouts, groups = drawn
-    forest = build(rollouts, groups, options)
-    segments, program = forest.segments, make_plan(forest, 1).actions_of(0, 0)
-    planned = payload_map(segments, program)
-    found = planned.spans
-    live: dict[int, set[int]] = {}
-    for kind, index in program:
-        segment, rows = segments[index], found.intervals[index]
-        for span, row in zip(segment.spans, planned.parents[index], strict=True):
-            parent = span.parent
-            assert (parent is None) == (row == 0)
-            if parent is not None:  # its row, and still its own
-                assert row in live[parent.segment]
-                assert row == found.intervals[parent.segment].start + parent.number  # type: ignore[union-attr]
-                assert parent.segment in found.visible[index]
-        assert segment.inner == (rows is not None)
-        if rows is None:
-            continue
-        if kind == "F":
-            mine = {*range(rows.start, rows.stop)}
-            assert len(mine) == len(segment.spans) and 0 not in mine and max(mine) < found.length
-            assert not any(mine & other for other in live.values())
-            live[index] = mine
-        else:
-            del live[index]
-    assert not live
-
-
-def captured(step: Step, *indices: int) -> SidecarCache:
-    cache = SidecarCache(step.planned(), sidecar.forms(LAYER + 1, {LAYER}))
-    for index in indices:
-        num = len(step.segments[index].spans)
-        state = torch.arange(num).float().add(10 * index + 1)[:, None, None].expand(num, 2, 3)
-        cache.capture(LAYER, index, (state, state[:, :1].double()))
-    return cache
-
-
-def test_spans_read_their_parents_rows_and_zeros_without_one() -> None:
-    step = sidecar.packed()
-    cache = captured(step, 0, 1, 2)
-    rows = torch.tensor(cache.map.parents[3])
-    state, tail = cache.read(LAYER, 3, Reading(rows))
-    assert state[:, 0, 0].tolist() == [11.0, 12.0, 12.0, 13.0, 21.0, 0.0]
-    assert torch.equal(tail, state[:, :1].double())
-    assert (
-        cache.device_bytes.held
-        == cache.device_bytes.peak
-        == (2 * 3 * 4 + 3 * 8) * cache.map.spans.length
-    )
-
-
-def test_gradients_are_summed_in_fp32_and_taken_once() -> None:
-    step = sidecar.packed()
-    cache = captured(step, 0, 1, 2)
-    for index in (3, 4):
-        rows = torch.tensor(sorted({*cache.map.parents[index]} - {0}))
-        ones = torch.ones(len(rows), 2, 3, dtype=torch.bfloat16)
-        cache.add(LAYER, index, Reading(rows), (ones, ones[:, :1].double()))
-    taken = cache.take(LAYER, 1)
-    assert taken is not None and [part.dtype for part in taken] == [torch.float32, torch.float64]
-    assert taken[0][:, 0, 0].tolist() == [2.0, 1.0, 1.0]  # segment 4 has one child of span 0
-    with pytest.raises(RuntimeError, match="consumed, expected captured"):
-        cache.take(LAYER, 1)
-    with pytest.raises(RuntimeError, match="reads segment 1, which is consumed"):
-        cache.read(LAYER, 3, Reading(torch.tensor([0])))
+from megatron_prefix.lab.platforms import cpu
+from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d, causal_conv1d_fn
+from megatron_prefix.megatron import features
+from megatron_prefix.refusals.table import DELTA_KERNEL
+from tests.harness import (
+    ranks,  # noqa: F401  # applies the CPU platform
+)
 
 
 @pytest.mark.parametrize("kernels", [torch.float32, torch.bfloat16])
-def test_final_states_are_kept_in_fp32_and_tails_as_they_are(kernels: torch.dtype) -> None:
+def test_final_states_are_kept_in_fp32_and_tails_as_they_are(kernels):
     spans = Spans((3, 4), (0, 0), torch.device("cpu"))
     segment = mock.Mock(between={("spans", None): spans}, inner=True, backward=False)
     state = torch.full((2, 3), 1 + 2**-12).to(kernels)
@@ -106,55 +34,179 @@ def test_final_states_are_kept_in_fp32_and_tails_as_they_are(kernels: torch.dtyp
     assert torch.equal(kept[0], state.float())
 
 
-def test_a_segment_is_freed_when_all_its_layers_are_consumed() -> None:
-    step = STEPS["a tree"]()
-    cache = captured(step, 0)
-    with pytest.raises(RuntimeError, match="empty, expected"):
-        cache.free(0, consumed=False)  # nothing of its attention layers
-    cache = SidecarCache(step.planned(), [Form.SPANS])
-    cache.capture(0, 0, (torch.ones(1, 2), torch.ones(1, 2)))
-    cache.capture(0, 0, (torch.zeros(1, 2), torch.zeros(1, 2)))  # recomputation
-    first = Reading(torch.tensor(cache.map.parents[1]))
-    assert cache.read(0, 1, first)[0].tolist() == [[1, 1]]
-    assert cache.take(0, 0) is None
-    cache.free(0, consumed=True)
-    assert cache.state(0, 0) is SegmentState.FREED and cache.device_bytes.held == 0
-
-
-def test_indices_of_short_spans() -> None:
-    spans = Spans((1, 5, 3), (0, 2, 2), torch.device("cpu"))
-    edges = spans.edges(3)
-    assert edges.first.view(3, 3).tolist() == [[0, 0, 0], [1, 2, 3], [6, 7, 8]]
-    assert edges.ends.tolist()[:9] == edges.first.tolist()
-    assert edges.ends[9:].view(3, 3).tolist() == [[0, 0, 0], [3, 4, 5], [6, 7, 8]]
-    assert edges.places.tolist() == [0, 1, 2, 3, 6, 7, 8]
-    sides = torch.arange(27).view(3, 9).tolist()  # tail, first, last of every span
-    moved = [sides[0][1:4], sides[1][6:], sides[2][6:]]
-    assert edges.tail.view(3, 3).tolist() == moved
-    assert [part.tolist() for part in spans.runs] == [[1, 2], [0, 2]]
-    assert spans.cu_seqlens.tolist() == spans.cu_seqlens_cpu.tolist() == [0, 1, 6, 9]
-    assert spans.cu_seqlens_cpu is spans.cu_seqlens_cpu and spans.has_parents  # fla's cache asks
-
-
-def test_spans_of_like_length_are_one_batch() -> None:
-    spans = Spans((1, 5, 3, 7), (0, 0, 0, 0), torch.device("cpu"))
-    assert [batch.numbers for batch in spans.batches(3)] == [(0,), (2,), (1, 3)]
-    last = spans.batches(3)[2]
-    assert last.positions.view(2, 10)[0].tolist() == [1, 1, 1, 1, 2, 3, 4, 5, 5, 5]
-    assert last.positions.view(2, 10)[1].tolist() == [9, 9, 9, *range(9, 16)]
-    assert last.front.tolist() == [0, 1, 2, 10, 11, 12]
-    assert last.padding is not None and last.padding.tolist() == [8, 9]
-    assert last.blank.tolist() == last.front.tolist() + last.padding.tolist()
-    assert spans.order.tolist() == [0, 2, 1, 3] and not spans.has_parents
-    own, front = spans.unbatched(3)  # rows of 4, 6 and twice 10
-    assert own.tolist() == [3, *range(13, 18), *range(7, 10), *range(23, 30)]
-    assert front.tolist() == [0, 1, 2, 10, 11, 12, 4, 5, 6, 20, 21, 22]
-
-
-def test_gradients_of_neighbours_are_summed_in_fp32() -> None:
+def test_gradients_of_neighbours_are_summed_in_fp32():
     """In bf16 what is small beside the sum would be lost: 256 and eight halves."""
     sent = torch.full((10, 3), 0.5, dtype=torch.bfloat16)
     sent[0] = 256.0
     found = states.summed(sent, torch.tensor([9, 1]))
     assert found.dtype == torch.float32
     assert found.tolist() == [[260.0] * 3, [0.5] * 3]
+
+
+# Moves of positions in recurrent layers: their gradients, and the memory that they write ----------
+
+BEFORE, WIDTH = 3, 4
+LENGTHS = pytest.mark.parametrize("lengths", [[9], [5, 4], [1, 2, 3, 9, 1]])
+INNER = pytest.mark.parametrize("inner", [False, True])
+
+
+def random(*shape, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=draw, dtype=torch.float64).requires_grad_()
+
+
+def spans_of(lengths):
+    return Spans(lengths, [0] * len(lengths), torch.device("cpu"))
+
+
+def segment_of(lengths, inner):
+    return mock.Mock(inner=inner, backward=False, between={("spans", None): spans_of(lengths)})
+
+
+def test_gradients_of_batches():
+    spans = spans_of([1, 2, 3, 9, 1])
+    x, front = random(16, WIDTH), random(5, BEFORE, WIDTH)
+
+    def there(*given):
+        return moves.to_batches(*given, torch.ones(WIDTH, dtype=torch.float64), spans)
+
+    assert torch.equal(moves.from_batches(there(x, front), spans, BEFORE), x)
+    assert torch.autograd.gradcheck(there, (x, front))
+    given = [batch.detach().clone().requires_grad_() for batch in there(x, front)]
+    assert torch.autograd.gradcheck(lambda *y: moves.from_batches(y, spans, BEFORE), given)
+
+
+def test_an_overwritten_output_that_its_kernel_needs_is_an_error():
+    y = random(1, 5, WIDTH).exp()  # saves what it returns
+    changed = moves.overwritten(y, torch.tensor([1]), random(1, WIDTH))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        changed.sum().backward()
+
+
+class Mixer:
+    """The part of a GatedDeltaNet that calls a convolution, by the global names of its module."""
+
+    def __init__(self, positions_first):
+        self.positions_first = positions_first
+
+    def forward(self, x):
+        if self.positions_first:
+            return causal_conv1d(x.mT, WEIGHT, None, activation="silu")[0].mT
+        return causal_conv1d_fn(x, WEIGHT, None, activation="silu")
+
+
+def convolution_of(lengths, inner, positions_first=False):
+    """The convolution of a GatedDeltaNet's layer, in a segment with spans of these lengths."""
+    cpu.load_recurrent_layers()
+    from megatron_prefix.features.recurrent.delta import GatedDeltaLayer
+
+    running = SimpleNamespace(current=segment_of(lengths, inner), tap=None)
+    ((_, name, forward),) = GatedDeltaLayer(Mixer(positions_first), 0, running).overrides()
+    assert name == "forward"
+    return forward
+
+
+WEIGHT = random(WIDTH, BEFORE + 1, seed=2).detach()
+
+
+@INNER
+@LENGTHS
+def test_a_span_is_convolved_as_if_it_were_alone(lengths, inner, monkeypatch):
+    x = random(1, WIDTH, sum(lengths))
+    parts = x.split(lengths, 2)
+    wanted = torch.cat([causal_conv1d_fn(part, WEIGHT, activation="silu") for part in parts], 2)
+    for positions_first, kernel in enumerate((causal_conv1d_fn, causal_conv1d)):
+        calls = mock.Mock(wraps=kernel)
+        monkeypatch.setitem(globals(), kernel.__name__, calls)
+        found = convolution_of(lengths, inner, bool(positions_first))(x)
+        torch.testing.assert_close(found, wanted)
+        # A lone root is right as it is.
+        assert calls.call_count == (1 if len(lengths) == 1 else 2)
+    # Without the package causal-conv1d.
+    monkeypatch.setitem(globals(), "causal_conv1d_fn", None)
+    torch.testing.assert_close(convolution_of(lengths, inner)(x), wanted)
+
+
+# The probe of recurrent kernels notices wrong ones, and says what is not there --------------------
+
+
+class _Wrong(torch.autograd.Function):
+    """The identity; its gradient is a tenth off in a part, as a miscompiled kernel's."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.cat([gradient[:, :64] * 1.1, gradient[:, 64:]], 1)
+
+
+def _without_states(*given, **more):
+    more["initial_state"] = more["initial_state"] * 0
+    return chunk_gated_delta_rule(*given, **more)
+
+
+def _detached(*given, **more):
+    state = more["initial_state"]
+    more["initial_state"] = state.detach() + 0 * state
+    return chunk_gated_delta_rule(*given, **more)
+
+
+def _wrong_backward(q, k, v, **more):
+    return chunk_gated_delta_rule(q, _Wrong.apply(k), v, **more)
+
+
+def _one_sequence(*given, **more):
+    out, _ = chunk_gated_delta_rule(*given, **{**more, "cu_seqlens": None, "initial_state": None})
+    return out, chunk_gated_delta_rule(*given, **more)[1]
+
+
+def _failing(*_, **__):
+    raise ValueError("no kernel image\nand more")
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (_without_states, "wrong output"), (_one_sequence, "wrong output"),
+        (_detached, "wrong gradient of initial state"), (_wrong_backward, "wrong gradient of keys"),
+        (_failing, "ValueError: no kernel image with "),
+    ],
+)  # fmt: skip
+def test_a_wrong_rule_is_refused(rule, reason):
+    found = probe.rule_refusal(rule, "cpu", torch.float64, 16, 8)
+    assert found is not None and found.startswith(reason) and "\n" not in found
+
+
+def test_what_is_not_installed_is_said_with_the_fix():
+    assert probe.refusals("cpu") == {"GatedDeltaNet": None, "MambaMixer": None}
+    found = probe.refusals("cuda")
+    assert "pip install fla-core==" in (found["GatedDeltaNet"] or "")
+    assert "build mamba-ssm" in (found["MambaMixer"] or "")
+
+
+def test_a_wrong_rule_is_refused_when_a_model_is_installed(monkeypatch):
+    """On a GPU only: the CPU's rule is the definition itself."""
+    cpu.load_recurrent_layers()
+    kind = sys.modules["megatron.core.ssm.gated_delta_net"].GatedDeltaNet
+    layer = SimpleNamespace(self_attention=kind.__new__(kind))
+    wrong = DELTA_KERNEL.given("wrong output")
+    for device, found in (("cuda", [wrong]), ("cpu", [])):
+        model = SimpleNamespace(
+            config=SimpleNamespace(
+                linear_key_head_dim=64, linear_value_head_dim=32, linear_num_value_heads=8,
+                tensor_model_parallel_size=2, context_parallel_size=1,
+            ),
+            decoder=SimpleNamespace(layers=[layer]),
+            parameters=lambda device=device: iter([SimpleNamespace(device=torch.device(device))]),
+        )  # fmt: skip
+        asked = []
+
+        def refusals(*given, asked=asked):
+            asked.append(given)
+            return {"GatedDeltaNet": "wrong output"}
+
+        monkeypatch.setattr(probe, "refusals", refusals)
+        assert [*features.layer_refusals(model)] == found
+        assert asked == ([("cuda", 64, 32, 4)] if found else [])

@@ -1,17 +1,16 @@
 """What routers have been told, by trainers' own RouterReplay and queues: stand-ins of these."""
 
-from __future__ import annotations
-
 import sys
 import types
 from enum import Enum
-from typing import Any
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_prefix.features.replay import swaps, told
+from megatron_prefix.features.replay.segments import SegmentRoutes
 
 ROUTES = torch.tensor([[3, 1], [0, 2], [1, 0]])
 
@@ -24,32 +23,32 @@ class Action(Enum):
 class WithMask:
     """A RouterReplay as verl has it: with a mask of the positions that follow."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.target_topk_idx = self.target_replay_mask = self.router_replay_action = None
-        self.replay_backward_list: list[Any] = []
-        self.replay_backward_mask_list: list[Any] = []
+        self.replay_backward_list = []
+        self.replay_backward_mask_list = []
 
-    def set_target_indices(self, routes: Tensor, replay_mask: Tensor | None = None) -> None:
-        self.target_topk_idx, self.target_replay_mask = routes, replay_mask  # type: ignore[assignment]
+    def set_target_indices(self, routes, replay_mask=None):
+        self.target_topk_idx, self.target_replay_mask = routes, replay_mask
         self.replay_backward_list.append(routes)
         self.replay_backward_mask_list.append(replay_mask)
 
-    def set_router_replay_action(self, action: Any) -> None:
+    def set_router_replay_action(self, action):
         self.router_replay_action = action
 
 
 class Entries:
     """A queue as slime and miles have it."""
 
-    def __init__(self, *entries: Any) -> None:
+    def __init__(self, *entries):
         self.top_indices_list, self.forward_index, self.backward_index = [*entries], 0, 0
 
 
-def router(**having: Any) -> Any:
+def router(**having):
     return types.SimpleNamespace(**having)
 
 
-def test_rows_behind_a_mask_are_the_routers_own_choice() -> None:
+def test_rows_behind_a_mask_are_the_routers_own_choice():
     replay = WithMask()
     one = router(router_replay=replay)
     assert told.told(one, 0) is None
@@ -57,9 +56,9 @@ def test_rows_behind_a_mask_are_the_routers_own_choice() -> None:
     replay.set_router_replay_action(Action.REPLAY_FORWARD)
     found = told.told(one, 0)
     assert found is not None and found.action == told.FORWARD
-    assert found.routes.tolist() == [[3, 1], [told.CHOOSES] * 2, [1, 0]]  # type: ignore[union-attr]
+    assert found.routes.tolist() == [[3, 1], [told.CHOOSES] * 2, [1, 0]]
     before = {name: value for name, value in vars(replay).items() if name != "target_topk_idx"}
-    with told.replays_of(one).following(found.routes[1:], found):  # type: ignore[union-attr, index]
+    with told.replays_of(one).following(found.routes[1:], found):
         assert replay.target_topk_idx.tolist() == [[0, 0], [1, 0]]
         assert replay.target_replay_mask.tolist() == [False, True]
         assert len(replay.replay_backward_list) == 1 and replay.target_topk_idx is not ROUTES
@@ -67,7 +66,7 @@ def test_rows_behind_a_mask_are_the_routers_own_choice() -> None:
     assert {name: vars(replay)[name] for name in before} == before
 
 
-def test_lists_for_backwards_are_empty_after_them() -> None:
+def test_lists_for_backwards_are_empty_after_them():
     """As the stock schedule leaves them, whose backwards take an entry each."""
     replay = WithMask()
     replay.replay_backward_list[:] = [ROUTES, ROUTES + 4]
@@ -79,50 +78,48 @@ def test_lists_for_backwards_are_empty_after_them() -> None:
     assert replay.replay_backward_list == []
 
 
-def stages(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def stages(kind, monkeypatch):
     """Sets the stage of slime or of miles."""
     if kind == "slime":
         monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "1")
         return lambda stage: monkeypatch.setenv("ROUTING_REPLAY_STAGE", stage)
     manager = types.SimpleNamespace(stage="fallthrough", enabled=True)
     module = types.ModuleType("miles.utils.replay_base")
-    module.routing_replay_manager = manager  # type: ignore[attr-defined]
-    module.all_replay_managers = [manager]  # type: ignore[attr-defined]
+    module.routing_replay_manager = manager
+    module.all_replay_managers = [manager]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(Entries, "__module__", module.__name__)
     return lambda stage: setattr(manager, "stage", stage)
 
 
 @pytest.mark.parametrize("kind", ["slime", "miles"])
-def test_a_queue_tells_the_entry_of_each_microbatch(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_queue_tells_the_entry_of_each_microbatch(kind, monkeypatch):
     set_stage = stages(kind, monkeypatch)
     queue = Entries(ROUTES + 4, ROUTES, ROUTES + 8)
     queue.forward_index, one = 1, router(routing_replay=queue)
     set_stage("fallthrough")
     assert told.told(one, 0) is None
     set_stage("record")
-    assert told.told(one, 0).action == told.RECORD  # type: ignore[union-attr]
+    assert told.told(one, 0).action == told.RECORD
     set_stage("replay_forward")
     first, second, behind = (told.told(one, number) for number in range(3))
-    assert first.routes.equal(ROUTES) and second.routes.equal(ROUTES + 8)  # type: ignore[union-attr]
-    assert behind.routes is None  # type: ignore[union-attr]
+    assert first.routes.equal(ROUTES) and second.routes.equal(ROUTES + 8)
+    assert behind.routes is None
     set_stage("replay_backward")
     replays = told.replays_of(one)
-    with replays.following(ROUTES[:2], first):  # type: ignore[union-attr, arg-type]
-        assert told.told(one, 0).action == told.FORWARD  # type: ignore[union-attr]
+    with replays.following(ROUTES[:2], first):
+        assert told.told(one, 0).action == told.FORWARD
         assert queue.top_indices_list[queue.forward_index].equal(ROUTES[:2])
         queue.forward_index += 1
-    assert told.told(one, 0).action == "REPLAY_BACKWARD"  # type: ignore[union-attr]
+    assert told.told(one, 0).action == "REPLAY_BACKWARD"
     assert (len(queue.top_indices_list), queue.forward_index) == (3, 1)
-    replays.passed(2, backward=False)  # type: ignore[union-attr]
+    replays.passed(2, backward=False)
     assert (queue.forward_index, queue.backward_index) == (3, 0)
-    replays.passed(2, backward=True)  # type: ignore[union-attr]
+    replays.passed(2, backward=True)
     assert (queue.forward_index, queue.backward_index) == (5, 2)
 
 
-def test_the_stage_of_miles_is_each_suspended_steps_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stage_of_miles_is_each_suspended_steps_own(monkeypatch):
     set_stage = stages("miles", monkeypatch)
     (manager,) = told.managers()
     set_stage("replay_backward")
@@ -135,7 +132,7 @@ def test_the_stage_of_miles_is_each_suspended_steps_own(monkeypatch: pytest.Monk
     assert manager.stage == "replay_forward"
 
 
-def test_what_a_step_adds_for_its_backward_waits_with_it() -> None:
+def test_what_a_step_adds_for_its_backward_waits_with_it():
     replay = WithMask()
     swap = swaps.replayed_routes([router(router_replay=replay)])
     kept = []
@@ -153,7 +150,7 @@ def test_what_a_step_adds_for_its_backward_waits_with_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_routes_of_every_dtype_keep_experts_and_marks(dtype: torch.dtype) -> None:
+def test_routes_of_every_dtype_keep_experts_and_marks(dtype):
     marks = [-1, -2, -100] if dtype.is_signed else []
     routes = torch.tensor([[0, 3, 255, *marks]], dtype=dtype)
     found = told.Told(told.FORWARD, routes).kept().routes
@@ -162,6 +159,51 @@ def test_routes_of_every_dtype_keep_experts_and_marks(dtype: torch.dtype) -> Non
     assert found.tolist() == [[0, 3, 255, *(mark + 32768 for mark in marks)]]
 
 
-def test_a_queue_of_another_kind_is_not_known() -> None:
+def test_a_queue_of_another_kind_is_not_known():
     assert told.is_known(router()) and told.is_known(router(routing_replay=Entries()))
     assert not told.is_known(router(routing_replay=[ROUTES]))
+
+
+# Routes of segments' positions: each span's stand where its positions are, padding in between -----
+
+ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+LAYERS, TOPK = 2, 2
+
+
+def span(rollouts, start, end, padded):
+    return SimpleNamespace(
+        rollouts=rollouts, start=start, end=end, length=end - start, padded=padded
+    )
+
+
+def routes_of(rollout):
+    """[positions, layers, topk], of numbers that say whose they are."""
+    found = np.arange(12)[:, None, None] + 20 * np.arange(LAYERS)[:, None] + 40 * np.arange(TOPK)
+    return (found + 100 * (1 + rollout)).astype(np.int16)
+
+
+def test_spans_of_a_segment_stand_behind_one_anothers_padding():
+    spans = [
+        [span((0, 1), 0, 5, 8), span((), 0, 0, 4)],  # a filler has no rollouts
+        [span((1,), 5, 9, 8), span((0,), 5, 12, 8)],
+    ]
+    segments = [
+        SimpleNamespace(spans=some, padded_length=sum(one.padded for one in some)) for some in spans
+    ]
+    rollouts = [SimpleNamespace(routes=routes_of(number)) for number in range(2)]
+    found = SegmentRoutes(
+        SimpleNamespace(segments=segments), rollouts, (LAYERS, TOPK),
+        SimpleNamespace(pp=ONE, cp=ONE), torch.device("cpu"),
+    )  # fmt: skip
+    for layer in range(LAYERS):
+        router = SimpleNamespace(layer_number=1 + layer, tp_group=ONE)
+        first, second = (
+            found.of(router, index, segment.padded_length).numpy()
+            for index, segment in enumerate(segments)
+        )
+        padding = [[*range(TOPK)]]
+        assert first.tolist() == [*routes_of(0)[:5, layer].tolist(), *padding * 7]
+        assert second.tolist() == [
+            *routes_of(1)[5:9, layer].tolist(), *padding * 4,
+            *routes_of(0)[5:12, layer].tolist(), *padding,
+        ]  # fmt: skip

@@ -1,19 +1,12 @@
 """A step that stands says where, on every rank; others say nothing, and none leaves a thread."""
 
-from __future__ import annotations
-
-import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import UserError
 from megatron_prefix.features.watchdog.watchdog import Watchdog
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.rl import passes
@@ -33,24 +26,24 @@ LOGGER = "megatron_prefix.features.watchdog.watchdog"
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Any]:
+def model():
     with one_rank():
         yield small_model()
 
 
-def threads() -> list[str]:
+def threads():
     return [one.name for one in threading.enumerate() if one.name == "watchdog"]
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+def lines(caplog):
     return [record.getMessage() for record in caplog.records if record.name == LOGGER]
 
 
-def standing(function: Callable[..., Any]) -> Callable[..., Any]:
+def standing(function):
     """The function, whose first call stands until a line must have been written."""
     calls = iter([True])
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
+    def slow(*args, **kwargs):
         if next(calls, False):
             time.sleep(1.6 * SOON_S)
         return function(*args, **kwargs)
@@ -59,17 +52,13 @@ def standing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PLACES = {
-    "reading": (Contract, "step", "reading the microbatches"),
     "planning": (planning.Planning, "decided", "planning"),
     "a segment": (SegmentInputs, "call", "in the prefix schedule, action 1 of"),
-    "a loss": (Contract, "loss_func", "in the prefix schedule, action"),
 }
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_step_says_where_it_stands(
-    where: str, model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_says_where_it_stands(where, model, monkeypatch, caplog):
     owner, name, says = PLACES[where]
     monkeypatch.setattr(owner, name, standing(getattr(owner, name)))
     steps.call(PrefixSchedule(WATCHED), Contract().step, model, items())
@@ -80,17 +69,7 @@ def test_a_step_says_where_it_stands(
     assert "\n" not in line and not threads()
 
 
-def test_a_step_that_is_verified_says_so(
-    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(SegmentInputs, "call", standing(SegmentInputs.call))
-    steps.call(PrefixSchedule(replace(WATCHED, verify=1)), Contract().step, model, items())
-    assert "in the prefix schedule, verifying, action 1 of" in lines(caplog)[0]
-
-
-def test_the_stock_schedules_steps_are_watched(
-    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_stock_schedules_steps_are_watched(model, monkeypatch, caplog):
     """Those of mode auto, and of verbs, which call it themselves."""
     layer = unwrap(model).decoder.layers[1]
     config = replace(WATCHED, mode="auto", min_speedup=1e9)
@@ -107,10 +86,8 @@ def test_the_stock_schedules_steps_are_watched(
         assert "(layer 2)" in line  # as Megatron counts
 
 
-def test_a_step_that_fails_leaves_no_thread(
-    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
+def test_a_step_that_fails_leaves_no_thread(model, monkeypatch, caplog):
+    def fail(*_, **__):
         assert threads() == ["watchdog"]
         raise Fault
 
@@ -126,33 +103,25 @@ def test_a_step_that_fails_leaves_no_thread(
 @pytest.mark.parametrize(
     "config", [replace(WATCHED, watchdog_minutes=0), replace(WATCHED, mode="off")]
 )
-def test_nothing_is_watched_where_nobody_wants_it(
-    config: PrefixConfig, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_watched_where_nobody_wants_it(config, model, monkeypatch):
     layer = unwrap(model).decoder.layers[1]
-    seen: list[str] = []
+    seen = []
     handle = layer.register_forward_hook(lambda *_: seen.extend(threads()))
     steps.call(PrefixSchedule(config), Contract().step, model, items())
     handle.remove()
     assert not seen
 
 
-@pytest.mark.parametrize("minutes", [-1.0, float("inf"), float("nan")])
-def test_other_times_are_refused(minutes: float) -> None:
-    with pytest.raises(UserError, match=r"watchdog_minutes is .*: give a number from 0"):
-        PrefixConfig(watchdog_minutes=minutes)
-
-
-def test_lines_come_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_come_at_growing_intervals(caplog):
     with Watchdog(0.1).step(lambda: 0.0):
-        time.sleep(1.5)
-    assert 2 <= len(lines(caplog)) <= 4  # after 0.1, 0.2, 0.4 and 0.8 s
+        time.sleep(0.8)
+    assert 2 <= len(lines(caplog)) <= 3  # after 0.1, 0.2 and 0.4 s
 
 
-def test_usual_and_predicted_times_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_usual_and_predicted_times_are_waited_for(caplog):
     dog = Watchdog(0.05)
     for predicted, usual in ((9.0, 0.0), (0.0, 0.2)):
-        with dog.step(lambda predicted=predicted: predicted):  # type: ignore[misc]
+        with dog.step(lambda predicted=predicted: predicted):
             time.sleep(0.2)
         assert not lines(caplog) or usual
     with dog.step(lambda: 0.0):  # ten times the step before is two seconds
@@ -160,25 +129,7 @@ def test_usual_and_predicted_times_are_waited_for(caplog: pytest.LogCaptureFixtu
     assert not lines(caplog)
 
 
-def test_a_step_within_a_watched_one_is_part_of_it() -> None:
+def test_a_step_within_a_watched_one_is_part_of_it():
     with Watchdog(9.0).step(lambda: 0.0), Watchdog(9.0).step(lambda: 0.0):
         assert threads() == ["watchdog"]
     assert not threads()
-
-
-def test_a_process_that_is_forked_in_a_step_ends() -> None:
-    """It has no thread, and waits for none."""
-    with Watchdog(9.0).step(lambda: 0.0):
-        child = os.fork()
-        if not child:
-            os._exit(len(threads()))
-        assert os.waitpid(child, 0)[1] == 0
-
-
-def test_it_takes_little_of_a_step() -> None:
-    """A step of a hundredth of a second is a short one."""
-    dog, begin = Watchdog(9.0), time.perf_counter()
-    for _ in range(50):
-        with dog.step(lambda: 0.0):
-            pass
-    assert (time.perf_counter() - begin) / 50 < 5e-3

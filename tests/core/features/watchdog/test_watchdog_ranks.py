@@ -1,12 +1,9 @@
 """Every rank of a step that stands says where, and what it waits for."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,21 +18,21 @@ from tests.harness.pipelines import build_chunks, config_of, microbatches, rollo
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 
-SOON_S, SLEEP_S = 0.5, 3.0
+SOON_S, SLEEP_S = 0.3, 1.5
 
 
 class Kept(logging.Handler):
     """Keeps lines."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-def step_with_a_slow_rank(layout: Layout, prefix: dict[str, Any], late: int) -> list[str]:
+def step_with_a_slow_rank(layout, prefix, late):
     """A rank's part: one of them sleeps in its first segment, and what each says."""
     runtime.initialize(layout)
     kept = Kept()
@@ -50,17 +47,17 @@ def step_with_a_slow_rank(layout: Layout, prefix: dict[str, Any], late: int) -> 
     schedule, stock = PrefixSchedule(config), SegmentInputs.call
     sleeps = [SLEEP_S] if dist.get_rank() == late else []
 
-    def slow(*args: Any, **options: Any) -> Any:
+    def slow(*args, **options):
         if sleeps:
             time.sleep(sleeps.pop())
         return stock(*args, **options)
 
-    SegmentInputs.call = slow  # type: ignore[method-assign]
+    SegmentInputs.call = slow
     run_step(schedule, Contract(), chunks, batches)
     return kept.lines
 
 
-def test_every_rank_of_a_pipeline_says_what_it_waits_for() -> None:
+def test_every_rank_of_a_pipeline_says_what_it_waits_for():
     waiting, late = run_ranks(2, step_with_a_slow_rank, Layout(pp=2), {}, 1)
     assert any(
         "F0 (segment 0, chunk 0), it stands in test_watchdog_ranks.slow" in one for one in late
@@ -69,13 +66,8 @@ def test_every_rank_of_a_pipeline_says_what_it_waits_for() -> None:
     assert any(re.match(pattern, one) for one in waiting), waiting
 
 
-def test_every_rank_says_what_crosses() -> None:
-    said = run_ranks(2, step_with_a_slow_rank, Layout(dp=2), {"across_ranks": "on"}, 1)
-    assert any("at an exchange of prompts across data-parallel ranks" in one for one in said[0])
-
-
-def test_a_collective_is_named_with_its_ranks() -> None:
-    def stand() -> list[str]:
+def test_a_collective_is_named_with_its_ranks():
+    def stand():
         runtime.initialize(Layout(dp=2))
         kept = Kept()
         watchdog.logger.addHandler(kept)

@@ -1,8 +1,6 @@
 """What ranks issue in a step, in which order: what lab/plans/joint_program.py writes, and the
 executor does."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -16,15 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.across.communicator import Message
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.part import Crossing
 from megatron_prefix.features.experts.part import Routers
 from megatron_prefix.features.experts.sums import sums_behind
 from megatron_prefix.features.overlap.part import Overlap
 from megatron_prefix.features.overlap.reductions import Group, Reductions
-from megatron_prefix.lab.plans.joint_program import LAYERS, Batch, Pipeline, Rank, Step
-from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.lab.plans.joint_program import LAYERS, Batch
+from megatron_prefix.plan.actions import Action
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.executor import Executor
@@ -49,22 +46,20 @@ Told = tuple[Any, ...]
 class Recording(Executor):
     """Computes nothing."""
 
-    def _forward(self, action: Action, stage: Any) -> None:
+    def _forward(self, action, stage):
         stage.act(action)
 
-    def _backward(self, action: Action, stage: Any) -> None:
+    def _backward(self, action, stage):
         stage.act(action)
 
 
-def issued(
-    pipeline: Pipeline, rank: Rank, sizes: Sizes, early: bool, monkeypatch: pytest.MonkeyPatch
-) -> list[Told]:
+def issued(pipeline, rank, sizes, early, monkeypatch):
     """What one rank issues: its actions, the ends of its messages, in batches, sums, and
     reductions."""
     plan, steps = pipeline.plan, list[Told]()
     links = links_of(pipeline, rank, steps, monkeypatch) if plan.num_ranks > 1 else None
 
-    def act(action: Action) -> None:
+    def act(action):
         stage, last = plan.stage(rank.stage, action.chunk), plan.num_stages - 1
         before, after = (0, last) if action.kind == "F" else (last, 0)
         if stage != before:
@@ -78,7 +73,7 @@ def issued(
             links.send(action, torch.empty(shapes(pipeline)[action.segment]))
 
     stages = [stage_of(pipeline, rank, chunk, act) for chunk in range(plan.num_chunks)]
-    inputs: Any = SimpleNamespace(max_position=0)
+    inputs = SimpleNamespace(max_position=0)
     reductions = reductions_of(pipeline, steps, early=early)
     overlap = overlap_of(reductions, plan, rank.stage)
     routers = [routers_of(pipeline, rank, steps)] if sizes.counts else []
@@ -91,16 +86,16 @@ def issued(
     return steps
 
 
-def routers_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Routers:
+def routers_of(pipeline, rank, steps):
     """The part that begins sums of counts, which are written down."""
     begun = 0
 
-    def begin(number: int) -> None:
+    def begin(number):
         nonlocal begun
         steps.extend(("sum", each) for each in range(begun, number))
         begun = max(begun, number)
 
-    alone: Any = SimpleNamespace(language_models=[])
+    alone = SimpleNamespace(language_models=[])
     part = Routers(PrefixConfig(), alone, Callbacks())
     sums = sums_behind(pipeline.union, rank.stage, pipeline.owners)
     vars(part).update(_begun=sums, _counts=SimpleNamespace(begin=begin))
@@ -116,12 +111,12 @@ class Buckets:
     grad_reduce_handle = None
     is_first_batch = False
 
-    def start_grad_sync(self, **_: Any) -> None:
+    def start_grad_sync(self, **_):
         """It starts."""
         self.steps.append(self.told)
 
 
-def reductions_of(pipeline: Pipeline, steps: list[Told], *, early: bool) -> Reductions:
+def reductions_of(pipeline, steps, *, early):
     """Of groups of weights, and of experts' weights, layer by layer, and of what is outside."""
     queue = []
     chunks = [*reversed(range(pipeline.plan.num_chunks))]
@@ -142,10 +137,10 @@ def reductions_of(pipeline: Pipeline, steps: list[Told], *, early: bool) -> Redu
     return made
 
 
-def overlap_of(reductions: Reductions, plan: Plan, stage: int) -> Overlap:
+def overlap_of(reductions, plan, stage):
     """The part of a step that has them; layers have no input that it could mark."""
-    config: Any = SimpleNamespace(finalize_model_grads_func=print)
-    rank: Any = SimpleNamespace(stage=stage, config=config)
+    config = SimpleNamespace(finalize_model_grads_func=print)
+    rank = SimpleNamespace(stage=stage, config=config)
     overlap = Overlap(PrefixConfig(), rank, Callbacks())
     empty = SimpleNamespace(model=SimpleNamespace(decoder=SimpleNamespace(layers=[])))
     last = {one.chunk: one.segment for one in plan.programs[stage] if one.kind == "B"}
@@ -153,17 +148,15 @@ def overlap_of(reductions: Reductions, plan: Plan, stage: int) -> Overlap:
     return overlap
 
 
-def shapes(pipeline: Pipeline) -> list[tuple[int, int, int]]:
+def shapes(pipeline):
     """Of messages between stages, by segment; the last number names it."""
     return [(one.padded_length, 0, index) for index, one in enumerate(pipeline.plan.segments)]
 
 
-def links_of(
-    pipeline: Pipeline, rank: Rank, steps: list[Told], monkeypatch: pytest.MonkeyPatch
-) -> Links:
+def links_of(pipeline, rank, steps, monkeypatch):
     """Messages between stages, which are written down."""
 
-    def begin(kind: str, tensor: Any, peer: int, group: Any) -> Any:
+    def begin(kind, tensor, peer, group):
         steps.append(((kind, (rank.data, peer), group[0], tensor.shape[2]),))
         return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
@@ -176,7 +169,7 @@ def links_of(
     return Links(channels, pipeline.union, shape, torch.float32, CPU, True, levels)
 
 
-def crossing_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Crossing:
+def crossing_of(pipeline, rank, steps):
     """The part of the step that makes exchanges."""
     made = Crossing.__new__(Crossing)
     attempt = SimpleNamespace(step=SimpleNamespace(forest=pipeline.forest))
@@ -184,10 +177,10 @@ def crossing_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Crossing:
     return made
 
 
-def exchanges_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Exchanges | None:
+def exchanges_of(pipeline, rank, steps):
     """What crosses data-parallel ranks, which is written down."""
 
-    def begin(some: list[Message]) -> None:
+    def begin(some):
         told = [
             ("SR"[one.way is dist.irecv], (one.peer, rank.stage), *one.tensors[0].shape[:2])
             for one in some
@@ -195,7 +188,7 @@ def exchanges_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Exchanges
         if told:
             steps.append(tuple(told))
 
-    communicator: Any = SimpleNamespace(
+    communicator = SimpleNamespace(
         known=lambda chunk, *_: chunk, tell_rows=lambda *_: None, exchange=begin,
         rows=lambda _, chunk, __: [[row_of(chunk)]], rank=rank.data, ranks=[*range(9)],
     )  # fmt: skip
@@ -205,16 +198,16 @@ def exchanges_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Exchanges
     return Exchanges(pipeline.forest, communicator, chunks, CPU)
 
 
-def row_of(chunk: int) -> Any:
+def row_of(chunk):
     """Of a payload; it is empty and names the chunk."""
     return (chunk, 0), torch.float32
 
 
-def carried(pipeline: Pipeline, chunk: int) -> Any:
+def carried(pipeline, chunk):
     """What crosses of a model chunk: a row a position, and of nothing else."""
     row, segments = row_of(chunk), pipeline.plan.segments
 
-    def some(index: int, spans: Any) -> list[Any]:
+    def some(index, spans):
         rows = sum(segments[index].spans[span].padded for span in spans)
         return [(torch.empty(rows, *row[0]),)]
 
@@ -225,7 +218,7 @@ def carried(pipeline: Pipeline, chunk: int) -> Any:
     )  # fmt: skip
 
 
-def stage_of(pipeline: Pipeline, rank: Rank, chunk: int, act: Any) -> Any:
+def stage_of(pipeline, rank, chunk, act):
     plan = pipeline.plan
     seen = payload_map(plan.segments, plan.actions_of(rank.stage, chunk), 1, 1, [Form.POSITIONS])
     cache = SimpleNamespace(map=seen, clear=lambda: None, free=lambda *_, **__: None)
@@ -235,7 +228,7 @@ def stage_of(pipeline: Pipeline, rank: Rank, chunk: int, act: Any) -> Any:
     )  # fmt: skip
 
 
-def told(pipeline: Pipeline, program: list[Step]) -> list[Told]:
+def told(pipeline, program):
     """The same of a written program."""
     found = list[Told]()
     for step in program:
@@ -250,7 +243,7 @@ def told(pipeline: Pipeline, program: list[Step]) -> list[Told]:
     return found
 
 
-def end_told(pipeline: Pipeline, end: Any) -> Told:
+def end_told(pipeline, end):
     if end.channel != "across":
         return end.kind, tuple(end.peer), end.channel, end.segment
     [spans] = (
@@ -264,7 +257,7 @@ def end_told(pipeline: Pipeline, end: Any) -> Told:
 
 
 @pytest.mark.parametrize("sizes", [*SIZES, *ALONE], ids=str)
-def test_the_executor_does_what_is_judged(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_executor_does_what_is_judged(sizes, monkeypatch):
     batches = 0
     for seed in range(12):
         job = random_joint_job(random.Random(seed), sizes)

@@ -1,10 +1,6 @@
 """A step takes no more memory than Megatron's own and a twentieth, or mode auto runs Megatron's."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -32,19 +28,19 @@ VOCAB = 128
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+def model(monkeypatch):
     """No bytes are too few to count."""
     monkeypatch.setattr(prediction, "LEAST_OVER", 0.0)
     return small_model("tiny-llama", vocab=VOCAB, spec={"num_layers": 3}, dtype=torch.float32)
 
 
-def batches(order: str, prompt: int = 160, response: int = 32, size: int = 2) -> list[Any]:
+def batches(order, prompt=160, response=32, size=2):
     """Five groups of six, two rollouts a microbatch: 384 positions are alive in stock's."""
     rollouts, _ = flat_rollouts(prompt, response, 6, 5)
     places = list(range(len(rollouts)))
@@ -56,7 +52,7 @@ def batches(order: str, prompt: int = 160, response: int = 32, size: int = 2) ->
     ]
 
 
-def saved(schedule: Any, model: Any, items: list[Any]) -> tuple[float, list[torch.Tensor]]:
+def saved(schedule, model, items):
     """The most bytes that autograd and the sidecar hold in a step, and its gradients."""
     inner = unwrap(model)
     count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
@@ -68,7 +64,7 @@ def saved(schedule: Any, model: Any, items: list[Any]) -> tuple[float, list[torc
 
 
 @pytest.mark.parametrize("order", ["in groups", "shuffled"])
-def test_counted_bytes_keep_the_limit(order: str, model: Any) -> None:
+def test_counted_bytes_keep_the_limit(order, model):
     items = batches(order)
     stock, _ = saved(stock_schedule(), model, items)
     peaks, gradients = {}, {}
@@ -94,12 +90,10 @@ def test_counted_bytes_keep_the_limit(order: str, model: Any) -> None:
         ("auto", 1e-6, "and memory_budget_gb is 1e-06"),
     ],
 )
-def test_a_step_that_cannot_keep_it_is_stocks(
-    memory: str, budget: float, why: str, model: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_cannot_keep_it_is_stocks(memory, budget, why, model, caplog):
     """In mode auto; mode on shares all the same, and warns once of a budget."""
     items = batches("shuffled")
-    options: dict[str, Any] = dict(segment_tokens=192, min_gain=0, memory=memory, min_speedup=0.01)
+    options = dict(segment_tokens=192, min_gain=0, memory=memory, min_speedup=0.01)
     options["memory_budget_gb"] = budget
     schedule = PrefixSchedule(PrefixConfig(mode="auto", **options))
     saved(schedule, model, items)
@@ -113,21 +107,8 @@ def test_a_step_that_cannot_keep_it_is_stocks(
     assert caplog.text.count("mode on shares this step anyway: sharing would take") == (budget > 0)
 
 
-def test_padding_of_rows_counts_for_both_schedules(model: Any) -> None:
-    """Positions behind a row's end run through the model like the others."""
-    short, long = (flat_rollouts(160, response, 4, 2)[0] for response in (8, 64))
-    limits = []
-    for rollouts in (short, [*long[:1], *short[1:]], [*long[:1], *short[1:7], *long[7:]]):
-        items = [steps.microbatch(rollouts[at : at + 4], 0, at) for at in (0, 4)]
-        schedule = PrefixSchedule(PrefixConfig(min_gain=0))
-        saved(schedule, model, items)
-        limits.append(schedule.memory.limit)
-    assert limits[0] < 0.8 * limits[1]  # one long row pads its microbatch
-    assert limits[1] == limits[2]  # the second microbatch is not larger
-
-
 @pytest.mark.parametrize("num_pipelines", [2, 3])
-def test_the_largest_rank_of_those_that_share_experts_counts(num_pipelines: int) -> None:
+def test_the_largest_rank_of_those_that_share_experts_counts(num_pipelines):
     """Neither the mean nor the sum, and no window of microbatches reaches over two of them."""
     lengths = [(40, 40, 40), (40, 90, 90), (10, 10, 95)][:num_pipelines]
     *alone, union = (Forest((), mine, mine) for mine in (*lengths, sum(lengths, ())))
@@ -138,16 +119,14 @@ def test_the_largest_rank_of_those_that_share_experts_counts(num_pipelines: int)
         assert sums[0] == max(sums[1:])
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_the_heaviest_microbatches_are_the_steps_peak(num_ranks: int, num_chunks: int) -> None:
-    if num_ranks == 1 and num_chunks > 1:
-        pytest.skip("virtual stages need a pipeline")
+@pytest.mark.parametrize("num_chunks", [2])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_heaviest_microbatches_are_the_steps_peak(num_ranks, num_chunks):
     footprint = footprint_of(
         small_model("tiny-llama", vocab=VOCAB, spec={"num_layers": 8}).config,
         Execution(num_stages=num_ranks * num_chunks), VOCAB,
     )  # fmt: skip
-    for seed in range(10):
+    for seed in range(6):
         rng = random.Random(seed)
         lengths = tuple(rng.choice((30, 90)) if seed else 40 for _ in range(4 * num_ranks))
         spans = [Span(0, length, length, (number,)) for number, length in enumerate(lengths)]

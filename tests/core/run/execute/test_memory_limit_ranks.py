@@ -1,10 +1,7 @@
 """The limit of memory in pipelines, virtual stages and with shared experts, on counted bytes."""
 
-from __future__ import annotations
-
-import itertools
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,11 +28,7 @@ from tests.harness.trees import flat_rollouts
 
 pytestmark = pytest.mark.turns
 
-LAYOUTS = {
-    "pp2": Layout(pp=2),
-    "pp2 vpp2": Layout(pp=2, vpp=2),
-    "ep2": Layout(dp=2, ep=2),
-}
+LAYOUTS = {"pp2 vpp2": Layout(pp=2, vpp=2), "ep2": Layout(dp=2, ep=2)}
 FEW = {"num_moe_experts": 4}
 
 
@@ -61,7 +54,7 @@ class Counted(NamedTuple):
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
 
 
-def batches(number: int, order: str) -> list[Any]:
+def batches(number, order):
     """Of a data-parallel rank: three groups of four, two rollouts a microbatch; the second rank has
     shorter prompts and, where losses wait for one another, longer responses."""
     response = 112 if number and order == "in turn" else 32
@@ -75,7 +68,7 @@ def batches(number: int, order: str) -> list[Any]:
     ]
 
 
-def step(schedule: Any, chunks: list[Any], items: list[Any]) -> tuple[float, torch.Tensor]:
+def step(schedule, chunks, items):
     """The most bytes that autograd and the sidecar hold in a step, and its gradients."""
     count = SavedBytes(
         addresses(*(t for c in chunks for t in (*unwrap(c).parameters(), *unwrap(c).buffers())))
@@ -94,9 +87,7 @@ def step(schedule: Any, chunks: list[Any], items: list[Any]) -> tuple[float, tor
     return count.peak + cache, torch.cat(gradients)
 
 
-def counted(
-    layout: Layout, order: str, configs: list[PrefixConfig]
-) -> tuple[float, float, list[Counted]]:
+def counted(layout, order, configs):
     """A rank's part: what the stock schedule's step saves, bytes of weights and gradients, and
     steps by some configurations."""
     runtime.initialize(layout)
@@ -113,7 +104,7 @@ def counted(
     for config in configs:
         schedule = PrefixSchedule(config)
         saved, gradients = step(schedule, chunks, items)
-        report: Any = schedule.report
+        report = schedule.report
         error = float((gradients - wanted).abs().max() / wanted.abs().max()) / allowed
         plan = f"{report.plan.programs} {report.plan.policies}"
         reason = "" if report.decision.share else report.decision.reason
@@ -124,19 +115,18 @@ def counted(
 
 
 # tests/core/run/test_joint_lengths.py has stages that share experts.
-@pytest.mark.parametrize(
-    ("layout", "order"), [("pp2", "in groups"), ("pp2 vpp2", "shuffled"), ("ep2", "in turn")]
-)
-def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
+@pytest.mark.parametrize(("layout", "order"), [("pp2 vpp2", "shuffled"), ("ep2", "in turn")])
+def test_counted_bytes_keep_the_limit(layout, order):
     """Of the rank with most, whatever forwards are required; without room the step is stock's."""
     of = LAYOUTS[layout]
-    options: dict[str, Any] = dict(mode="auto", kernel="math", min_speedup=0.01, min_gain=0)
+    options = dict(mode="auto", kernel="math", min_speedup=0.01, min_gain=0)
     options["across_ranks"] = "off"
-    budgets = [mib / 1024 * 2 * of.vpp for mib in (3.5, 1)]  # 3.5 and 1 MiB a layer
-    configs = [PrefixConfig(segment_tokens=tokens, **options) for tokens in (512, 96)]
-    configs += [
-        PrefixConfig(segment_tokens=96, memory=memory, memory_budget_gb=budget, **options)
-        for memory, budget in itertools.product(("auto", "retain"), budgets)
+    ways = [("auto", 0.0), ("auto", 3.5), ("retain", 1)]  # MiB a layer
+    configs = [
+        PrefixConfig(
+            segment_tokens=96, memory=memory, memory_budget_gb=mib / 1024 * 2 * of.vpp, **options
+        )
+        for memory, mib in ways
     ]
     ranks = run_ranks(of.world_size, counted, of, order, configs)
     stock, static = (max(rank[number] for rank in ranks) for number in (0, 1))
@@ -157,7 +147,7 @@ def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
     assert 2 <= shared < len(configs)
 
 
-def one_fails() -> str:
+def one_fails():
     """A rank's part of a step in which the last rank cannot make its segments: what it raises."""
     runtime.initialize(Layout(dp=2, ep=2))
     chunks = build_model(
@@ -165,11 +155,11 @@ def one_fails() -> str:
         dtype="float64", config_overrides=GLOBAL,
     )  # fmt: skip
 
-    def spoiled(*_: Any, **__: Any) -> None:
+    def spoiled(*_, **__):
         raise KeyError("spoiled")
 
     if dist.get_rank():
-        StepPlanner.build = spoiled  # type: ignore[method-assign]  # the rank's own process
+        StepPlanner.build = spoiled  # the rank's own process
     try:
         step(PrefixSchedule(PrefixConfig(kernel="math")), chunks, batches(0, "in groups"))
     except (KeyError, StepFailed) as error:
@@ -177,7 +167,7 @@ def one_fails() -> str:
     return ""
 
 
-def test_a_rank_that_cannot_cut_ends_the_step_of_all() -> None:
+def test_a_rank_that_cannot_cut_ends_the_step_of_all():
     other, failed = run_ranks(2, one_fails, timeout_s=60.0)
     assert failed == "KeyError: 'spoiled'"
     assert other == "StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"

@@ -1,24 +1,29 @@
 """A forward step that is suspended in its model call: what it sees, and what is seen outside."""
 
-from __future__ import annotations
-
+import contextlib
 import contextvars
+import functools
 import os
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.cuda.amp import common
 from torch.overrides import TorchFunctionMode
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.features.replay.swaps import replayed_routes
+from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.run.read import forward_step_state, suspend
+from megatron_prefix.run.read.data_iterators import RepeatedIterators
 from megatron_prefix.run.read.forward_step_state import Settings
+from megatron_prefix.run.read.loss_variables import LossVariables
 from megatron_prefix.run.read.suspend import SuspendedStep
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
@@ -27,28 +32,28 @@ from tests.harness.steps import Contract
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
-def call(value: Any = "call") -> Any:
+def call(value="call"):
     """What the hooked model does."""
     step = suspend.running()
     assert step is not None
     return step.pause(value, lambda: "the model's own")
 
 
-def suspended(function: Any, *swaps: Any) -> SuspendedStep:
+def suspended(function, *swaps):
     step = SuspendedStep(function, None, swaps)
     step.start()
     return step
 
 
-def test_a_step_stops_at_its_call_and_goes_on_with_the_answer() -> None:
-    seen: list[Any] = []
+def test_a_step_stops_at_its_call_and_goes_on_with_the_answer():
+    seen = []
 
-    def function() -> str:
+    def function():
         seen.append("before")
         seen.append(call())
         return "result"
@@ -59,60 +64,12 @@ def test_a_step_stops_at_its_call_and_goes_on_with_the_answer() -> None:
     assert seen == ["before", 7] and suspend.running() is None
 
 
-def test_without_an_answer_the_model_runs() -> None:
-    assert suspended(call).run_model() == "the model's own"
-
-
-def test_steps_end_in_any_order() -> None:
-    several = [suspended(lambda n=n: (n, call())) for n in range(4)]
-    assert [several[n].resume(lambda n=n: -n) for n in (2, 0, 3, 1)] == [
-        (2, -2), (0, 0), (3, -3), (1, -1)
-    ]  # fmt: skip
-
-
-def test_closing_runs_finally_blocks_and_nothing_else() -> None:
-    ended: list[str] = []
-
-    def function() -> None:
-        try:
-            call()
-            ended.append("went on")
-        finally:
-            ended.append("finally")
-
-    step = suspended(function)
-    step.close()
-    step.close()
-    assert ended == ["finally"]
-
-
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_errors_of_a_step_come_out_where_it_is_run(where: str) -> None:
-    def function() -> None:
-        if where == "before":
-            raise KeyError("x")
-        call()
-        raise KeyError("x")
-
-    step = SuspendedStep(function, None)
-    if where == "after":
-        step.start()
-    with pytest.raises(KeyError):
-        step.start() if where == "before" else step.resume(lambda: None)
-    assert suspend.running() is None
-
-
-def test_a_step_that_does_not_call_the_model_is_refused() -> None:
-    with pytest.raises(UserError, match="does not call the model"):
-        SuspendedStep(lambda: 1, None).start()
-
-
-def test_settings_nest_as_in_a_plain_call() -> None:
+def test_settings_nest_as_in_a_plain_call():
     """What is set around the call is the step's own, and outside it is as before."""
     variable = contextvars.ContextVar("variable", default=0)
     seen = []
 
-    def function() -> None:
+    def function():
         variable.set(5)
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             call()
@@ -134,7 +91,7 @@ def test_settings_nest_as_in_a_plain_call() -> None:
 
 
 class _Mode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
@@ -146,8 +103,8 @@ class _Mode(TorchFunctionMode):
         lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
     ],
 )
-def test_what_cannot_be_taken_off_is_refused(make: Any) -> None:
-    def function() -> None:
+def test_what_cannot_be_taken_off_is_refused(make):
+    def function():
         with make():
             call()
 
@@ -166,22 +123,22 @@ class _Quantised:
     is_on = False
 
     @classmethod
-    def is_fp8_enabled(cls) -> bool:
+    def is_fp8_enabled(cls):
         return cls.is_on
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         type(self).is_on = True
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         type(self).is_on = False
 
 
 @pytest.mark.parametrize("name", ["fp8", "quantization"])
-def test_quantised_calls_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_quantised_calls_are_refused(monkeypatch, name):
     module = SimpleNamespace(FP8GlobalStateManager=_Quantised)
     monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", module)
 
-    def function() -> None:
+    def function():
         with _Quantised():
             call()
 
@@ -195,11 +152,11 @@ def test_quantised_calls_are_refused(monkeypatch: pytest.MonkeyPatch, name: str)
         )
 
 
-def test_the_models_mode_is_put_back_and_set_again() -> None:
+def test_the_models_mode_is_put_back_and_set_again():
     model = small_model()
     seen = []
 
-    def function() -> None:
+    def function():
         model.eval()
         call()
         seen.append(any(module.training for module in model.modules()))
@@ -211,11 +168,11 @@ def test_the_models_mode_is_put_back_and_set_again() -> None:
     assert seen == [False] and all(module.training for module in model.modules())
 
 
-def test_forks_of_the_random_tracker_nest() -> None:
+def test_forks_of_the_random_tracker_nest():
     """What a step draws does not depend on what is drawn while it is suspended."""
     tracker = get_cuda_rng_tracker()
 
-    def function() -> list[torch.Tensor]:
+    def function():
         found = [torch.rand(3)]
         with tracker.fork():
             found.append(torch.rand(3))
@@ -241,29 +198,10 @@ def test_forks_of_the_random_tracker_nest() -> None:
     assert torch.equal(torch.rand(3), after) and "fork" not in vars(tracker)
 
 
-def test_a_fork_inside_a_fork_goes_on_drawing() -> None:
-    tracker = get_cuda_rng_tracker()
-
-    def draws() -> list[torch.Tensor]:
-        found = []
-        with tracker.fork():
-            for _ in range(2):
-                with tracker.fork():
-                    found.append(torch.rand(1))
-            found.append(torch.rand(1))
-        return found
-
-    saved = {name: state.clone() for name, state in tracker.get_states().items()}
-    plain = draws()
-    tracker.set_states(saved)
-    with forward_step_state.watched_forks():
-        assert all(torch.equal(a, b) for a, b in zip(draws(), plain, strict=True))
-
-
-def test_variables_of_the_environment_are_each_steps_own(monkeypatch) -> None:
+def test_variables_of_the_environment_are_each_steps_own(monkeypatch):
     monkeypatch.setenv("STAGE", "outside")
 
-    def function() -> str:
+    def function():
         os.environ["STAGE"] = "inside"
         call()
         found = os.environ["STAGE"]
@@ -280,19 +218,153 @@ class _Router:
     class router_replay:  # noqa: N801  # Megatron's name
         pass
 
-    def __init__(self) -> None:
-        self.router_replay: Any = _Router.router_replay()  # type: ignore[no-redef]
+    def __init__(self):
+        self.router_replay = _Router.router_replay()
         self.router_replay.target = None
 
 
-def test_routes_to_follow_are_each_steps_own() -> None:
-    router = _Router()
-    swap = replayed_routes([router])
+# Data iterators: what is drawn from them is told, and can be drawn twice --------------------------
 
-    def function(number: int) -> Any:
-        router.router_replay.target = number
-        call()
-        return router.router_replay.target
 
-    steps = [suspended(lambda n=n: function(n), swap) for n in (1, 2)]
-    assert [step.run_model() for step in steps] == [1, 2]
+class Source(Iterator[Any]):
+    """A trainer's, with an attribute and a method."""
+
+    name = "source"
+
+    def __init__(self, items):
+        self._items = iter(items)
+
+    def __next__(self):
+        return next(self._items)
+
+    def peek(self):
+        """It might draw."""
+
+
+def batches():
+    return [{"tokens": torch.full((2,), number)} for number in range(4)]
+
+
+def drawn(iterator, num):
+    return [batch["tokens"].tolist() for batch in islice(iterator, num)]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_same_is_drawn_again_and_then_the_rest(copies):
+    source = Source(batches())
+    iterators = RepeatedIterators([source, source], copies=copies)
+    first, same = iterators.first
+    assert first is same and first.name == "source"
+    assert drawn(first, 2) == [[0, 0], [1, 1]]
+    again, _ = iterators.again()
+    assert drawn(again, 9) == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert not iterators.problem
+
+
+def test_a_batch_that_loses_items_has_them_again():
+    iterators = RepeatedIterators(Source(batches()))
+    next(iterators.first).pop("tokens")
+    assert drawn(iterators.again(), 1) == [[0, 0]]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_tensors_that_are_written_to(copies):
+    iterators = RepeatedIterators(Source(batches()), copies=copies)
+    next(iterators.first)["tokens"].add_(7)
+    if copies:
+        assert drawn(iterators.again(), 1) == [[0, 0]]
+    else:
+        with pytest.raises(UserError, match="write into tensors that they have drawn"):
+            iterators.again()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_an_object_that_counts_begins_anew(copies):
+    source = SimpleNamespace(place=0)
+    iterators = RepeatedIterators(source, copies=copies)
+    iterators.first.place += 3
+    assert source.place == (0 if copies else 3)
+    assert iterators.again() is source and source.place == 0
+
+
+def test_what_cannot_be_drawn_twice_is_a_problem():
+    iterators = RepeatedIterators(Source([(_ for _ in ())]), copies=True)
+    next(iterators.first)
+    assert "generator cannot be copied" in iterators.problem
+    iterators = RepeatedIterators(Source([1]), copies=True)
+    iterators.first.peek()
+    assert iterators.problem == "the data iterator is asked for peek"
+
+
+# What forward steps keep for their losses outside of their own variables --------------------------
+
+
+def test_afterwards_the_last_steps_bindings_stay():
+    """Also where another step went on last, but not where a loss has bound something else."""
+    place = {"number": 0, "batch": "", "freed": ""}
+    both = LossVariables(functools.partial(lambda state: state, place))
+    states = []
+    for number in range(3):
+        before = both.swap(None, True)
+        place.update(number=place["number"] + 1, batch=f"of {number}", freed=f"of {number}")
+        states.append(both.swap(before, False))
+    for number in (0, 2, 1):
+        both.swap(states[number], True)
+        assert place["batch"] == place["freed"] == f"of {number}"
+        place["freed"] = ""
+    both.end()
+    assert place == {"number": 3, "batch": "of 2", "freed": ""}
+
+
+# Settings that a trainer's model calls run under, and the segments that stand for them ------------
+
+ON = {"mode": "on", "kernel": "math", "min_gain": 0}
+
+
+def run(schedule, model, settle, num=2, **options):
+    """Logs of one step of a group of rollouts, one a microbatch."""
+    items, contract = steps.group(0, num), Contract()
+
+    def step(iterator, model):
+        item = next(iterator)
+        with settle(item["uid"], model):
+            return contract.step(iter([item]), model)
+
+    return steps.call(schedule, step, model, items, **options)
+
+
+# Calls of one step that differ --------------------------------------------------------------------
+
+
+# Autocast of the model's configuration ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_forward_steps_and_segments_see_the_configs_autocast(monkeypatch, on):
+    """As in Megatron's schedule.  Autocast for CUDA is a setting that the CPU has, too, once torch
+    does not ask for a GPU."""
+    monkeypatch.setattr(common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    found = []
+    for schedule in (stock_schedule(), PrefixSchedule(PrefixConfig(**ON))):
+        model = small_model()
+        config = unwrap(model).config
+        config.enable_autocast, config.autocast_dtype = on, torch.bfloat16
+        seen = []
+
+        def note(*_, seen=seen):
+            seen.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
+
+        def settle(*_, note=note):
+            note()
+            return contextlib.nullcontext()
+
+        unwrap(model).decoder.register_forward_pre_hook(note)
+        run(schedule, model, settle)
+        assert len(seen) >= 4 and len(set(seen)) == 1  # two forward steps, two forwards
+        found.append(seen[0])
+    assert found[0] == found[1] == (on, torch.bfloat16 if on else torch.float16)
+    assert not torch.is_autocast_enabled("cuda")
+
+
+# Weights that autocast has cast -------------------------------------------------------------------
