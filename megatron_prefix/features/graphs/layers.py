@@ -25,7 +25,7 @@ from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.features.graphs.placed import AttentionForm, PlacedArenas
-from megatron_prefix.features.graphs.placed_runs import MOST_RUNS, PlacedKernel
+from megatron_prefix.features.graphs.placed_runs import PlacedKernel, most_runs
 from megatron_prefix.features.graphs.segment_graphs import ROTARY, GraphForm, SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
@@ -296,9 +296,9 @@ class LayerGraphs:
     def _form(self, context: SegmentContext, hidden: Tensor) -> GraphForm:
         attention, arenas = None, self.arenas
         kernel = self._running.kernels.get(None)
-        most_runs = MOST_RUNS.get(kernel.name, 0) if kernel else 0
-        if most_runs and arenas.layers and any(layer.attends for layer in self.layers):
-            attention = AttentionForm.of(context, most_runs)
+        most = most_runs(kernel, hidden.device) if kernel else 0
+        if most and arenas.layers and any(layer.attends for layer in self.layers):
+            attention = AttentionForm.of(context, most)
             uses = attention is not None and (attention.inner or attention.levels)
             if uses and len(arenas.values) < len(arenas.layers):  # nothing was written yet
                 attention = None

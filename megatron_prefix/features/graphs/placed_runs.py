@@ -13,8 +13,13 @@ from megatron_prefix.layers.blocks.batched import Saved
 from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial
 from megatron_prefix.layers.blocks.operators import FA4_RUNS, FA4_SHORT
 
-MOST_RUNS = {"math": sys.maxsize, "fa4": FA4_RUNS}
-"""Of kernels that can, by name, how many runs they take."""
+
+def most_runs(kernel: Kernel, device: torch.device) -> int:
+    """How many placed runs a kernel takes in a call; 0: none. The formulas hold all scores at once,
+    so they are for the CPU, on which no graph is but a test's."""
+    if kernel.name == "math":
+        return sys.maxsize if device.type == "cpu" else 0
+    return FA4_RUNS if kernel.name == "fa4" else 0
 
 
 class PlacedRuns(NamedTuple):
