@@ -229,6 +229,13 @@ class PlacedArenas:
                 place[self.capacity :].zero_()
         return places[layer]
 
+    def clean(self) -> None:
+        """Zeroes the spare rows of gradients, before layers that read them run for a capture: what
+        is added there is nobody's, perhaps NaN, and would go into gradients of weights."""
+        for places in self.sums.values():
+            for place in places:
+                place[self.capacity :].zero_()
+
     @property
     def device_bytes(self) -> int:
         """Of all places."""

@@ -142,6 +142,7 @@ class SegmentGraphs:
             return None
         sheet = self._sheets.setdefault(form, Sheet(form, device))
         sheet.of_none(self._arenas.capacity)
+        self._arenas.clean()
         return PlacedContext.of(sheet, self._arenas)
 
     def has_inside(self, layer: CutLayer) -> bool:

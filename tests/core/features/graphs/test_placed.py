@@ -16,6 +16,7 @@ from megatron_prefix.features.graphs.placed import (
     runs_of,
 )
 from megatron_prefix.features.graphs.placed_runs import PlacedKernel, PlacedRuns
+from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.sidecar.arena import DeviceBytes
@@ -137,6 +138,23 @@ def test_attention_is_inside_of_graphs(chunks):
         assert {form is not None and form.inner for form in forms} == {True, False}
         sides = [side for one in sets for form in one.made for side in one.made[form].values()]
         assert any(not side.cores and side.attends is not None for side in sides)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_layers_rehearse_without_what_is_nobodys(monkeypatch):
+    """Else NaN that kernels leave behind a level's keys comes into gradients of weights."""
+    rehearse, spare = SegmentGraphs._rehearse, []
+
+    def checked(sets, *arguments):
+        arenas = sets._arenas
+        rows = [place[arenas.capacity :] for places in arenas.sums.values() for place in places]
+        spare.extend(rows.isfinite().all() for rows in rows)
+        rehearse(sets, *arguments)
+
+    monkeypatch.setattr(SegmentGraphs, "_rehearse", checked)
+    with one_rank():
+        steps(small_model(), config(chunk_tokens=8), 3)
+    assert spare and all(spare)
 
 
 @pytest.mark.usefixtures("recorded_graphs")
