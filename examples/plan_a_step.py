@@ -5,7 +5,7 @@ Run it with the package installed: python examples/plan_a_step.py [PICTURE.svg]
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +47,9 @@ def show_tree(forest: Forest) -> None:
 
 def main() -> None:
     """Plans two groups for a pipeline of two stages."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("picture", nargs="?", type=Path, help="SVG file to write")
+    picture: Path | None = parser.parse_args().picture
     groups = [rollouts(seed=1), rollouts(seed=2)]
     numbers = [number for number, group in enumerate(groups) for _ in group]
     # Chunks about as long as a wave keep every stage of a pipeline busy.
@@ -63,8 +66,8 @@ def main() -> None:
     print(
         f"\nbubble {timeline.bubble_fraction:.0%}, at most {timeline.peak_live_positions} live rows"
     )
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(
+    if picture is not None:
+        picture.write_text(
             timeline_svg(timeline, plan, "two groups on two stages", width=760), encoding="utf-8"
         )
 

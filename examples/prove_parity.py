@@ -10,11 +10,13 @@ test your own model, hand `align` your own chunks, wrapped in Megatron's DDP, in
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from importlib.resources import files
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.rollouts import dense_vocabulary, read_groups
 from megatron_prefix.lab.data.shorten import shorten
@@ -28,8 +30,12 @@ NUM_GROUPS, MAX_TOKENS = 2, 128
 
 def main() -> None:
     """Compares both schedules; the exit code is 1 if they differ."""
-    path = sys.argv[1] if len(sys.argv) > 1 else BUNDLED
-    first = itertools.islice(read_groups(path), NUM_GROUPS)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("rollouts", nargs="?", default=BUNDLED, help="file (default: bundled)")
+    try:
+        first = [*itertools.islice(read_groups(parser.parse_args().rollouts), NUM_GROUPS)]
+    except UserError as error:
+        parser.error(str(error))
     groups = [kept for group in first if (kept := shorten(group, MAX_TOKENS)[0]) is not None]
     groups, vocabulary, _ = dense_vocabulary(groups)  # a tiny model takes the tokens that occur
 

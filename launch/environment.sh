@@ -20,6 +20,12 @@ PYTHON=${PYTHON:-python3}
 VENV=${VENV:-$root/.venv}
 [[ $VENV == /* ]] || VENV=$PWD/$VENV
 
+# --help prints the comment at the head of the script, before anything is installed.
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,${/^#/!q;s/^# \{0,1\}//p}' "$0"
+    exit 0
+fi
+
 say() { printf '== %s\n' "$*"; }
 
 fail() {

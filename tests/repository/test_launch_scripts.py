@@ -162,4 +162,20 @@ def test_tests_that_another_python_runs_are_there():
     assert len(tests) > 5
     for test in tests:
         path, _, name = test.partition("::")
-        assert f"def {name}" in (REPOSITORY / path).read_text("utf-8"), test
+        function = f"def {name.partition('[')[0]}"
+        assert function in (REPOSITORY / path).read_text("utf-8"), test
+
+
+@pytest.mark.parametrize(
+    "name", ["align_matrix", "align_cluster", "quickstart", "site", "test", "train_1node"]
+)
+def test_help_is_the_head_of_a_script_and_installs_nothing(name):
+    script = REPOSITORY / "launch" / f"{name}.sh"
+    environment = {"PATH": os.environ["PATH"], "PYTHON": "/bin/false", "VENV": "/no/such/folder"}
+    done = subprocess.run(
+        ["bash", str(script), "--help"], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = script.read_text(encoding="utf-8").splitlines()[1:]
+    assert done.stdout.splitlines()[0] == lines[0].removeprefix("# ")
+    assert "source " not in done.stdout
