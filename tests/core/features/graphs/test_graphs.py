@@ -23,6 +23,7 @@ from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group
+from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, call
 
@@ -194,6 +195,26 @@ def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch):
     [again] = steps(model, given, 1)
     same(again, before[0])
     assert 0 < made(model).device_bytes < first[0]
+
+
+@pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")
+def test_what_a_recomputed_segment_sends_is_nobodys_place(monkeypatch):
+    """Its set is another's while it is on its way."""
+    sent = []
+    replayed = layers.CutLayer.replayed
+
+    def noted(layer, sides, *args, **kwargs):
+        found = replayed(layer, sides, *args, **kwargs)
+        y, place = found[0], sides.pieces[-1].outputs[0]
+        if not torch.is_grad_enabled():
+            sent.append((layer.number == 2, y.data_ptr() == place.data_ptr()))
+        return found
+
+    monkeypatch.setattr(layers.CutLayer, "replayed", noted)
+    model = small_model(MAMBA, spec=mamba("M*M"))
+    steps(model, config(memory="recompute", chunk_tokens=8))
+    assert {is_last for is_last, _ in sent} == {False, True}
+    assert all(in_place != is_last for is_last, in_place in sent)
 
 
 def test_what_a_failed_capture_has_launched_is_waited_for(monkeypatch):
