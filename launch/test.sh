@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # The suite on the CPU, four files at a time: bash launch/test.sh
-# Of long tests' rows it runs some, by the commit.  All of them: bash launch/test.sh --all
 # A part of it:                                bash launch/test.sh ARGUMENTS OF PYTEST
 # Installs what it needs first; environment.sh has the variables that change where and with what.
 
@@ -14,7 +13,7 @@ unset PYTHONDONTWRITEBYTECODE
 cd "$root"
 # Many tests wait for processes to start or for time to pass; meanwhile others run.
 # tests/conftest.py keeps two on each of two cores.
-if [[ $# -eq 0 || $* == --all ]]; then
-    set -- --numprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
+if [[ $# -eq 0 ]]; then
+    set -- --numprocesses 4 --dist loadfile --no-loadscope-reorder
 fi
 exec python -m pytest "$@"

@@ -3,7 +3,6 @@ memory."""
 
 from __future__ import annotations
 
-import collections
 import gc
 import os
 import sys
@@ -18,7 +17,6 @@ import torch
 from tests.harness.cores import keep_to_one_core
 from tests.harness.forked_workers import fork_workers
 from tests.harness.frames import with_room
-from tests.harness.rows import EVERYTHING, TURN, TURNS, check_turn, takes_its_turn, turn_of
 
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile(
@@ -62,22 +60,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return with_room(runner.pytest_runtest_protocol, item, nextitem)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """With `--all` a run of the whole suite leaves nothing out."""
-    parser.addoption("--all", action="store_true", help="run all rows (tests/harness/rows.py)")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """A run of the whole suite leaves something out; who names a file or a test gets all of it.
-
-    Several workers are forked, as what they import is the same; GPUs are then out of sight.
-    """
+    """Several workers are forked, as what they import is the same; GPUs are then out of sight."""
     keep_to_one_core()
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
-    if config.getoption("--all") or not whole:
-        os.environ[EVERYTHING] = "1"
-    os.environ.setdefault(TURN, str(turn_of(config.rootpath)))
-    check_turn()
     num = len(config.getoption("tx", None) or ())
     if num < 2 or sys.platform != "linux" or "PYTEST_XDIST_WORKER" in os.environ:
         return
@@ -87,36 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
         fork_workers(config, num, [])
 
 
-def pytest_report_header() -> str:
-    """Which rows are run."""
-    if EVERYTHING in os.environ:
-        return "rows: all"
-    return f"rows: products left out, turn {os.environ[TURN]} of 0 to {TURNS - 1}"
-
-
-def leave_rows_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Unless everything is to be run; see tests/harness/rows.py."""
-    if EVERYTHING in os.environ:
-        return
-    numbers = collections.Counter[str]()
-    kept, left = list[pytest.Item](), list[pytest.Item]()
-    for item in items:
-        runs = not item.get_closest_marker("products")
-        if runs and item.get_closest_marker("turns"):
-            test = item.nodeid.partition("[")[0]
-            runs = takes_its_turn(numbers[test])
-            numbers[test] += 1
-        (kept if runs else left).append(item)
-    items[:] = kept
-    config.hook.pytest_deselected(items=left)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with files that have slow tests, and skips GPU tests where there is no GPU.
 
     Workers take file after file: a long one that begins last would leave the others idle.
     """
-    leave_rows_out(config, items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available():

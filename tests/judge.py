@@ -22,7 +22,6 @@ from megatron_prefix.lab.plans.forest import max_depth, num_trees
 from tests.cases import FAMILIES, LAYOUTS, OPTIONS, Row
 from tests.harness.ranks import run_ranks
 from tests.harness.recorded import in_fp64, recording
-from tests.harness.rows import taking_turns
 from tests.mistakes import MISTAKES
 from tests.oracle import judge
 from tests.oracle.case import Case
@@ -157,11 +156,9 @@ def run_on_ranks(layout: str, rows: Sequence[Row], timeout_s: float = 600.0) -> 
 
 
 def check(layout: str, rows: Sequence[Row]) -> None:
-    """Fails with all complaints about rows, in a layout; rows take turns."""
+    """Fails with all complaints about rows, in a layout."""
     rows = [
-        replace(row, values={**row.values, "layout": layout})
-        for row in taking_turns(rows)
-        if is_possible(row)
+        replace(row, values={**row.values, "layout": layout}) for row in rows if is_possible(row)
     ]
     failures = run_on_ranks(layout, rows)
     assert not failures, "\n".join(failures)

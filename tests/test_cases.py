@@ -16,8 +16,6 @@ from tests.cases import FAMILIES, FURTHER, Row, random_row, row, wrong
 from tests.harness.fuzzing import rounds
 from tests.harness.one_rank import one_rank
 
-pytestmark = pytest.mark.turns
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _rank() -> Iterator[None]:

@@ -1,14 +1,11 @@
 """What tests/conftest.py promises to every test."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.conftest import leave_rows_out
 from tests.harness.forked_workers import import_tests
-from tests.harness.rows import EVERYTHING, TURN, TURNS, taking_turns
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -35,34 +32,3 @@ def test_what_cannot_be_imported_is_left_to_workers(pytestconfig, tmp_path):
     assert [name.rpartition(".")[2] for name in new if name.endswith((*lines,))] == ["test_right"]
     for name in new:
         del sys.modules[name]
-
-
-def left(names, *marks):
-    """Of rows of a test with these marks, what is run and what is left out."""
-    items = [
-        SimpleNamespace(
-            nodeid=f"file::test[{name}]",
-            get_closest_marker={mark: mark in name or mark == "turns" for mark in marks}.get,
-        )
-        for name in names
-    ]
-    told = []
-    hook = SimpleNamespace(pytest_deselected=lambda items: told.extend(items))
-    leave_rows_out(SimpleNamespace(hook=hook), items)
-    return [[one.nodeid[len("file::test[") : -1] for one in some] for some in (items, told)]
-
-
-def test_all_rows_have_their_turn(monkeypatch):
-    """The first is always run, and each of the others once; products have no turn."""
-    monkeypatch.delenv(EVERYTHING, raising=False)
-    names, seen = [*"abc", "products", *"defg"], []
-    for turn in range(TURNS):
-        monkeypatch.setenv(TURN, str(turn))
-        run, _ = left(names, "products", "turns")
-        assert run == taking_turns([*"abcdefg"])
-        assert run[0] == "a" and len(run) == 3
-        seen += run[1:]
-    assert sorted(seen) == [*"bcdefg"]
-    monkeypatch.setenv(EVERYTHING, "1")
-    assert left(names, "products", "turns") == [names, []]
-    assert taking_turns("abc") == [*"abc"]

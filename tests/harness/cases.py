@@ -7,7 +7,6 @@ from typing import Any
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.ranks import run_ranks
-from tests.harness.rows import taking_turns
 
 Compare = Callable[[Any, Layout], str | None]
 """Raises for a case what is wrong with it, or returns it; nothing or "": it is right."""
@@ -27,8 +26,7 @@ def run_cases(layout, cases, compare):
 
 
 def check_cases(layout, cases, compare):
-    """Runs a job, and fails with all that went wrong in any case on any rank; cases take turns."""
-    cases = dict(taking_turns(cases.items()))
+    """Runs a job, and fails with all that went wrong in any case on any rank."""
     failures = [
         f"{name}, rank {rank}:\n{text}"
         for rank, found in enumerate(

@@ -12,7 +12,6 @@ import os
 import time
 
 from megatron_prefix.lab.cli.main import main
-from tests.harness.rows import EVERYTHING
 
 ODD_VALUES = (
     None, True, False, -1, -5, 0, 1, 0.5, 1e300, float("nan"), float("inf"), 10**9, 2**31, 2**63,
@@ -23,14 +22,9 @@ MOST_SECONDS = 5.0
 """No small file keeps the processor busy for longer."""
 
 
-def rounds(few, many, *, fewest=None):
-    """How often something random is tried: `few` times, `many` with HYPOTHESIS_PROFILE=search.
-
-    `fewest` where each takes long: so often, if products are left out.
-    """
-    if os.environ.get("HYPOTHESIS_PROFILE") == "search":
-        return many
-    return few if fewest is None or EVERYTHING in os.environ else fewest
+def rounds(few, many):
+    """How often something random is tried: `few` times, `many` with HYPOTHESIS_PROFILE=search."""
+    return many if os.environ.get("HYPOTHESIS_PROFILE") == "search" else few
 
 
 def changed_bytes(rng, content):

@@ -30,8 +30,6 @@ from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 from tests.harness.trees import trie_size
 
-pytestmark = pytest.mark.turns
-
 SMALL = "--groups 2 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
 
 

@@ -24,8 +24,6 @@ from tests.harness.data import BUNDLED
 from tests.harness.predicted import predicted_bytes
 from tests.harness.ranks import run_ranks
 
-pytestmark = pytest.mark.turns
-
 VOCAB = 64
 
 

@@ -25,8 +25,6 @@ from megatron_prefix.tree import Forest
 from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.ranks import run_ranks
 
-pytestmark = pytest.mark.turns
-
 GROUPS = [*generate(2, 15, 34, 3, vocab_size=64, uneven=True, tree="turns", depth=2)]
 """Turns are trained, and shared."""
 

@@ -28,8 +28,6 @@ from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, Microbatch
 
-pytestmark = pytest.mark.turns
-
 EP2 = Layout(dp=2, ep=2)
 PP2_EP2 = Layout(pp=2, dp=2, ep=2)
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=24)

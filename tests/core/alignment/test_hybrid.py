@@ -27,8 +27,6 @@ from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
 from tests.harness.steps import Contract
 
-pytestmark = pytest.mark.turns
-
 RELEASE = Version(megatron.core.__version__)
 EXACT = 1e-9
 KERNELS_OF = {"GatedDeltaNet": "forward", "MambaMixer": "_ssm_training"}

@@ -20,8 +20,6 @@ from tests.core.alignment.test_overlap import NO_AUX, SHARDED, VOCAB, Job, alone
 from tests.harness.issue_order import Issued, recorded, why_not_ending
 from tests.harness.ranks import run_ranks
 
-pytestmark = pytest.mark.turns
-
 
 def unlike(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
     """Trees of other depths and sizes on every rank and in every step; some share nothing."""

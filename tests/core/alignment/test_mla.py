@@ -20,8 +20,6 @@ from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 
-pytestmark = pytest.mark.turns
-
 EXACT = hybrid.limit(128, 2)
 DENSE: dict[str, Any] = {"num_layers": 2, "num_moe_experts": None}
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}

@@ -31,8 +31,6 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.ranks import run_ranks
 from tests.harness.reductions import Watch, Watched
 
-pytestmark = pytest.mark.turns
-
 VOCAB = 96
 CONFIG = PrefixConfig(segment_tokens=64, min_gain=0, chunk_tokens=24)
 BUCKETS = {"bucket_size": 5000}

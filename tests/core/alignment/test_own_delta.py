@@ -25,8 +25,6 @@ from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
 from tests.harness.own_delta import FULL, LINEAR, NETS, Packed, own_model
 
-pytestmark = pytest.mark.turns
-
 EXACT = 1e-9
 """Found are 1e-14 and less."""
 

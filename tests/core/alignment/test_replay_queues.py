@@ -30,8 +30,6 @@ from tests.core.alignment.test_replay import CHUNKED, CONTRACT, SIZES, items
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 
-pytestmark = pytest.mark.turns
-
 MODULE = "miles.utils.replay_base"
 CASES = {
     "one rank": (Layout(), "none"),

@@ -24,8 +24,6 @@ from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
 from tests.harness.sparse import model_of, worst
 
-pytestmark = pytest.mark.turns
-
 EXACT = hybrid.limit(128, 2)
 MODELS: dict[str, dict[str, Any]] = {
     "six keys": {},

@@ -24,8 +24,6 @@ from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, Microbatch
 
-pytestmark = pytest.mark.turns
-
 CONFIG = PrefixConfig(min_gain=0, kernel="math", mode="on")
 
 

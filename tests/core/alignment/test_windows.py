@@ -17,8 +17,6 @@ from tests.harness import hybrid, steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 
-pytestmark = pytest.mark.turns
-
 EXACT = hybrid.limit(128, 3)
 
 

@@ -79,7 +79,7 @@ def judged(forests, owners):
 @pytest.mark.parametrize(("segment_tokens", "block"), [(0, 8), (64, 1), (200, 5)])
 def test_every_rank_has_its_rollouts_and_a_plan_that_runs(num_ranks, segment_tokens, block):
     options = TreeOptions(segment_tokens=segment_tokens, min_gain=0, share="batch")
-    for seed in range(rounds(10, 100, fewest=6)):
+    for seed in range(rounds(6, 100)):
         ranks = dealt(seed, num_ranks)
         forests, owners = forests_of(ranks, options, block)
         for rank, forest, microbatch_of in zip(ranks, forests, owners, strict=True):

@@ -21,8 +21,6 @@ from megatron_prefix.lab.runtime import Layout
 from tests.harness.command_line import BUNDLED, failure, forked
 from tests.harness.one_rank import one_rank, small_model
 
-pytestmark = pytest.mark.turns
-
 SPEC = resolve("tiny-llama", num_layers=1).with_vocab(64)
 CONFIG = PrefixConfig(min_gain=0)
 WARM_UP = 2

@@ -27,8 +27,6 @@ from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, call
 
-pytestmark = pytest.mark.turns
-
 TOKENS = 256
 
 

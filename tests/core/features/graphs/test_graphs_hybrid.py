@@ -15,8 +15,6 @@ from tests.core.features.graphs.test_graphs import as_without, config, made, sam
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
 from tests.harness.one_rank import one_rank, small_model
 
-pytestmark = pytest.mark.turns
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _rank():

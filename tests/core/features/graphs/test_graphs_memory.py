@@ -15,8 +15,6 @@ from tests.core.features.graphs.test_graphs import config, made, steps
 from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import one_rank, small_model
 
-pytestmark = pytest.mark.turns
-
 LAYERS = 3
 
 

@@ -23,8 +23,6 @@ from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 
-pytestmark = pytest.mark.turns
-
 EP2 = Layout(dp=2, ep=2)
 
 

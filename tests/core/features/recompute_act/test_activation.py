@@ -18,8 +18,6 @@ from tests.harness.failures import items
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 
-pytestmark = pytest.mark.turns
-
 ACTIVATIONS = {
     "swiglu with biases": dict(add_bias_linear=True),
     "clamped": dict(

@@ -29,8 +29,6 @@ from megatron_prefix.run.execute.messages import Channels, Links
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness.joint_jobs import Sizes, random_joint_job
 
-pytestmark = pytest.mark.turns
-
 CPU = torch.device("cpu")
 SIZES = (
     Sizes(2), Sizes(3, 2), Sizes(2, 3), Sizes(2, 2, 2), Sizes(4, 2, 1, 2), Sizes(2, 2, 2, 2),

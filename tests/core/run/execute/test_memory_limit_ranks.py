@@ -26,8 +26,6 @@ from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
-pytestmark = pytest.mark.turns
-
 LAYOUTS = {"pp2 vpp2": Layout(pp=2, vpp=2), "ep2": Layout(dp=2, ep=2)}
 FEW = {"num_moe_experts": 4}
 

@@ -16,8 +16,6 @@ from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.megatron import families
 from tests.harness.vision import Kept
 
-pytestmark = pytest.mark.turns
-
 SMALL = dict(depth=4, intermediate_size=48, num_heads=2, attn_implementation="sdpa")
 WIDE = dict(SMALL, hidden_size=32, out_hidden_size=24)
 TOWERS = {
