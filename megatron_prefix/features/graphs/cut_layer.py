@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from megatron_prefix.device.modules import modules_of
-from megatron_prefix.features.graphs.kinds import Graphed, graphed
+from megatron_prefix.features.graphs.kinds import Graphed, graphed, may_be_inside
 from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece
-from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.kind import Override, Part
 from megatron_prefix.layers.segment import SegmentContext
 
@@ -128,7 +127,7 @@ class CutLayer:
         self.stock, self.module, self._owner = module.forward, module, owner
         self.number, self.kinds = number, (mixer.kind, mlp.kind)
         self.mixes, self.follows = mixer.kind is not None, False
-        self.attends = type(mixer.kind) is Attention
+        self.attends = may_be_inside(mixer.kind)
         self._apart = None
         if mlp.kind is not None and graphed(mlp.kind, module.config) is Graphed.IN_FRONT:
             if not can_be_cut(module):

@@ -55,3 +55,8 @@ def without_graphs(config: Any, kinds: Iterable[Kind | None]) -> str:
     """What keeps graphs from a layer with these kinds; "" if nothing does."""
     names = (kind.name for kind in kinds if kind and graphed(kind, config) is Graphed.NOTHING)
     return " and ".join(names)
+
+
+def may_be_inside(kind: Kind | None) -> bool:
+    """Whether a mixer's core may be in graphs: those see K and V of positions (placed.py)."""
+    return type(kind) is Attention
