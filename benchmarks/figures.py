@@ -9,7 +9,7 @@ A generated part is a comment that says how to make it, the table, and a last co
     HEAD | CELL
     ...                                      a column each, CELL a format string of the row
     -->
-    (the table, and below it where its rows were measured)
+    (the table, and below it the numbered commands that measured its rows)
     <!-- end of figures -->
 
 CELL is filled with the row's fields, its figures and peaks; what a row lacks leaves a cell empty.
@@ -114,23 +114,26 @@ def of_question(name: str, lines: Sequence[str], rows: Sequence[Row]) -> str:
     ]
     if not chosen:
         raise ValueError(f"no row of {name}")
+    heads = [head for head, _, _ in columns]
     cells = [[filled(cell, row) for _, _, cell in columns] for row in chosen]
-    shown = table([head for head, _, _ in columns], cells)
-    return shown if "no sources" in lines else f"{shown}\n{sources(chosen)}"
+    places = {source(row): "" for row in chosen}
+    if "no sources" in lines:
+        return table(heads, cells)
+    if len(places) > 1:  # which command is a row's
+        places = {place: f"{number}: " for number, place in enumerate(places, 1)}
+        heads.append("command")
+        for cell, row in zip(cells, chosen, strict=True):
+            cell.append(places[source(row)].rstrip(": "))
+    commands = (
+        f"- {number}{machine}, {date}{others}: `{command}`\n"
+        for (machine, date, others, command), number in places.items()
+    )
+    return f"{table(heads, cells)}\n{''.join(commands)}"
 
 
-def sources(rows: Sequence[Row]) -> str:
-    """A line for every command: machine, date, versions that are unusual, and its rows."""
-    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for row in rows:
-        names = groups[row["machine"], row["date"], unusual(row["versions"]), row["command"]]
-        if row["subject"] not in names:
-            names.append(row["subject"])
-    lines = []
-    for (machine, date, others, command), names in groups.items():
-        rest = f" ({', '.join(names)})" if len(groups) > 1 else ""
-        lines.append(f"- {machine}, {date}{others}{rest}: `{command}`\n")
-    return "".join(lines)
+def source(row: Row) -> tuple[str, ...]:
+    """Machine, date, versions that are unusual, and command of a row."""
+    return row["machine"], row["date"], unusual(row["versions"]), row["command"]
 
 
 def unusual(versions: Mapping[str, str]) -> str:
