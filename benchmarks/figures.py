@@ -121,9 +121,9 @@ def of_question(name: str, lines: Sequence[str], rows: Sequence[Row]) -> str:
         return table(heads, cells)
     if len(places) > 1:  # which command is a row's
         places = {place: f"{number}: " for number, place in enumerate(places, 1)}
-        heads.append("command")
+        heads.append("command, commit")
         for cell, row in zip(cells, chosen, strict=True):
-            cell.append(places[source(row)].rstrip(": "))
+            cell.append(f"{places[source(row)][:-2]}, {row['commit']}".removesuffix(", "))
     commands = (
         f"- {number}{machine}, {date}{others}: `{command}`\n"
         for (machine, date, others, command), number in places.items()

@@ -110,7 +110,7 @@ def test_the_newest_row_counts_and_what_a_row_lacks_is_empty(rows):
     assert [row["figures"]["speedup"] for row in figures.newest(rows)] == [4.0, 3.5]
     text = "<!-- figures speed\nset | {subject}\nby | {speedup:.2f}x\npeaks | {peaks}\n-->\n"
     made = figures.written(text + "old\n<!-- end of figures -->", figures.newest(rows))
-    assert "| musique | 4.00x | 2.0, 2.5 | 1 |\n| gsm8k | 3.50x |  | 2 |\n" in made
+    assert "| musique | 4.00x | 2.0, 2.5 | 1, a |\n| gsm8k | 3.50x |  | 2, a |\n" in made
     assert "- 1: one H200, 2026-11-21: `run it`\n" in made and "old" not in made
     assert figures.written(made, figures.newest(rows)) == made
 

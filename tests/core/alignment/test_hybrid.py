@@ -126,7 +126,7 @@ def _another_mixer(model: Any) -> tuple[Any, str, Any]:
         (MAMBA, _deterministic, "deterministic_mode with recurrent layers: turn"),
         (GDN, _gdn_of_context_parallel, "GatedDeltaNet with context parallelism: install megatron"),
         (MAMBA, _other_path, "use_mamba_mem_eff_path off: turn it on"),
-        (MAMBA, _unknown_symbols, r"hybrid layers \+, D: use M G . - E"),
+        (MAMBA, _unknown_symbols, r"hybrid layers \+, D: use the symbols M"),
         (GDN, _another_forward, "layer 0's mixer GatedDeltaNet: use Megatron's own"),
         (MAMBA, _another_mixer, "layer 0's mixer Identity: use Megatron's own"),
     ],

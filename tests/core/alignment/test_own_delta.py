@@ -132,7 +132,7 @@ REFUSED: dict[Callable[[Any, pytest.MonkeyPatch], None], str] = {
     _own_forward: "layer 0's mixer Attention: use Megatron's own",
     _no_rule: "layer 0's mixer Attention: use Megatron's own",
     _wrong_rule: r"GatedDeltaNet's kernel does not work here \(RuntimeError",
-    _mixes: "layer 0's OwnNet, whose positions are not apart outside",
+    _mixes: "layer 0's OwnNet, which mixes positions outside",
     _other_layers: "layer 0's mixer OwnNet: use Megatron's own",
     _stage_without: "GatedDeltaNet, and a pipeline stage without any: use fewer stages",
 }
