@@ -115,6 +115,11 @@ def _mixes(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(own_delta.OwnNet, "close", lambda self, out, x: stock(self, out, x.roll(1, 1)))
 
 
+def _ends_alone(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """It cannot be told what a layer mixes that fails on numbers of its own."""
+    patch.setattr(own_delta.OwnNet, "close", lambda self, out, x: x.no_such_tensor)
+
+
 def _other_layers(model: Any, patch: pytest.MonkeyPatch) -> None:
     config = model.decoder.layers[0].self_attention.hf_config
     patch.setattr(config, "layer_types", [FULL, LINEAR])
@@ -133,6 +138,7 @@ REFUSED: dict[Callable[[Any, pytest.MonkeyPatch], None], str] = {
     _no_rule: "layer 0's mixer Attention: use Megatron's own",
     _wrong_rule: r"GatedDeltaNet's kernel does not work here \(RuntimeError",
     _mixes: "layer 0's OwnNet, which mixes positions outside",
+    _ends_alone: "layer 0's OwnNet, which mixes positions outside",
     _other_layers: "layer 0's mixer OwnNet: use Megatron's own",
     _stage_without: "GatedDeltaNet, and a pipeline stage without any: use fewer stages",
 }
