@@ -190,7 +190,7 @@ _GRAPHS = (
         "features/graphs/segment_graphs.py",
         "            self.place((ROTARY, name), rows).copy_(rows)",
         "            pass",
-        f"{_G_ROWS} -k mla",
+        f"{_G} -k tables",
     ),
     _graphs(
         "gathered-buffers-not-held",
