@@ -238,7 +238,7 @@ class InSegments:
         if not (context.inner or self._held):
             # A wave saves its values; a view would keep the whole projection in memory.
             value = value.contiguous()
-        scale = _softmax_scale(self._attention, self._core)  # it may be changed between steps
+        scale = softmax_scale(self._attention)  # it may be changed between steps
         kernel = self._running.kernels[shared.window]
         sink = self._core.softmax_offset.flatten() if _has_sinks(self._core.config) else None
         return self._attend(query, key, value, context, number, scale, kernel, shared, sink, into)
@@ -263,13 +263,13 @@ def quantised(core: Any, *tensors: Any) -> tuple[Any, ...]:
     return tuple(getattr(core, name)(tensor) for name, tensor in pairs)
 
 
-def _softmax_scale(attention: Any, core: Any) -> float:
+def softmax_scale(attention: Any) -> float:
     """The stock core attention's scale: its own, the layer's, the config's, or 1/sqrt(dim).
 
     With apply_query_key_layer_scaling Megatron's own core attention divides by the layer's number
     before the product and multiplies after it (megatron/core/transformer/dot_product_attention.py).
     """
-    config = attention.config
+    config, core = attention.config, attention.core_attention
     for holder in (core, attention, config):
         scale = getattr(holder, "softmax_scale", None)
         if isinstance(scale, int | float):

@@ -183,8 +183,7 @@ class Footprint:
         segment = plan.segments[index]
         row = numbers.inner if segment.inner else numbers.wave
         row -= self.act * (plan.policy(index) == "recompute_act")
-        with_parents = sum(span.parent is not None for span in segment.spans) * (not segment.inner)
-        kept = self.positions(segment) * max(0.0, row) + numbers.span * with_parents
+        kept = self.positions(segment) * max(0.0, row) + numbers.span * continued(segment)
         return kept + self._scored(segment, numbers)
 
     def _scored(self, segment: Segment, numbers: StageBytes) -> float:
@@ -214,6 +213,12 @@ class Footprint:
         if policy == "recompute_act":  # a layer at a time
             saved = self.positions(plan.segments[action.segment]) * self.act / self.layers
         return saved * (action.kind == "B")
+
+
+def continued(segment: Segment) -> int:
+    """Spans of a wave that have a parent; what an inner segment keeps of them is in its
+    positions."""
+    return 0 if segment.inner else sum(span.parent is not None for span in segment.spans)
 
 
 class Load(NamedTuple):

@@ -98,11 +98,7 @@ class Planning:
         both of the step before, as they hear of one another's segments when those are made.
         """
         planner, rank = self.planner(request), request.rank
-        most, costs = None, request.costs
-        if self.config.memory == "auto" and costs.counts and not costs.is_known:
-            # While nothing is known, no segment is longer than the trainer's longest microbatch.
-            most = int(np.bincount(microbatch_of, [len(sample) for sample in samples]).max())
-        joins = request.may_join
+        joins, most = request.may_join, self._most(samples, microbatch_of, request)
         length, forest = planner.build(samples, microbatch_of, judge, find, joins=joins, most=most)
         if rank.experts is not None and judge is not None:
             last = self._beside.get(planner)
@@ -111,6 +107,16 @@ class Planning:
                 forest = planner.build_at(most, samples, microbatch_of, find=find)
             forest = replace(forest, requested_length=length)
         return replace(forest, ordered=rank.ordered)
+
+    def _most(
+        self, samples: Sequence[Pairs], microbatch_of: Sequence[int], request: Request
+    ) -> int | None:
+        """While nothing is known of bytes, no segment is longer than the trainer's longest
+        microbatch."""
+        costs = request.costs
+        if self.config.memory != "auto" or costs.is_known or not costs.counts or not samples:
+            return None
+        return int(np.bincount(microbatch_of, [len(sample) for sample in samples]).max())
 
     def build_together(
         self,
@@ -130,7 +136,8 @@ class Planning:
 
         def make() -> tuple[int, MicrobatchRows]:
             # Rounds by which all are cut have prompts apart.
-            length, forest = planner.build(samples, microbatch_of, judge, joins=False)
+            most = self._most(samples, microbatch_of, request)
+            length, forest = planner.build(samples, microbatch_of, judge, joins=False, most=most)
             return length, MicrobatchRows.of(forest, microbatch_of)
 
         local: Any

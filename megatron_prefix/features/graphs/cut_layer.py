@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.features.graphs.kinds import Graphed, graphed, may_be_inside
 from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece
+from megatron_prefix.layers.attention import softmax_scale
 from megatron_prefix.layers.kind import Override, Part
 from megatron_prefix.layers.segment import SegmentContext
 
@@ -127,7 +128,7 @@ class CutLayer:
         self.stock, self.module, self._owner = module.forward, module, owner
         self.number, self.kinds = number, (mixer.kind, mlp.kind)
         self.mixes, self.follows = mixer.kind is not None, False
-        self.attends = may_be_inside(mixer.kind)
+        self.attends, self._mixer = may_be_inside(mixer), mixer.module
         self._apart = None
         if mlp.kind is not None and graphed(mlp.kind, module.config) is Graphed.IN_FRONT:
             if not can_be_cut(module):
@@ -144,6 +145,11 @@ class CutLayer:
             self._stock_norm = self._enters.forward
         if self._apart is not None:
             self._forward_mlp, self._norm = module._forward_mlp, module.pre_mlp_layernorm.forward
+
+    @property
+    def scale(self) -> float:
+        """Of its scores, if it attends: a number that its graphs have from their capture on."""
+        return softmax_scale(self._mixer) if self.attends else 1.0
 
     def modules(self) -> Iterator[nn.Module]:
         """Those that graphs run, the layer itself among them."""

@@ -13,8 +13,8 @@ from megatron_prefix.features.recurrent.kind import Recurrent
 from megatron_prefix.features.recurrent.mamba import Mamba2
 from megatron_prefix.features.windows.kind import Window
 from megatron_prefix.layers import fused_yarn
-from megatron_prefix.layers.attention import Attention
-from megatron_prefix.layers.kind import Kind
+from megatron_prefix.layers.attention import QUANTISERS, Attention
+from megatron_prefix.layers.kind import Kind, Part
 from megatron_prefix.layers.mlp import MLP
 
 
@@ -57,6 +57,8 @@ def without_graphs(config: Any, kinds: Iterable[Kind | None]) -> str:
     return " and ".join(names)
 
 
-def may_be_inside(kind: Kind | None) -> bool:
-    """Whether a mixer's core may be in graphs: those see K and V of positions (placed.py)."""
-    return type(kind) is Attention
+def may_be_inside(mixer: Part) -> bool:
+    """Whether a mixer's core may be in graphs (placed.py): one that leaves K and V of positions,
+    and has no quantisers, which a trainer may change between steps."""
+    is_plain = type(mixer.kind) is Attention
+    return is_plain and not hasattr(mixer.module.core_attention, QUANTISERS[0])

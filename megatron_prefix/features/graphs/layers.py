@@ -92,7 +92,7 @@ class LayerGraphs:
         self._free: list[SegmentGraphs] = []
         self._taken: dict[int, SegmentGraphs] = {}
         self._recomputed: Collection[int] = ()
-        self._addresses: tuple[int, ...] = ()
+        self._addresses: tuple[float, ...] = ()
         self._is_new, self._watched, self._said = True, False, False
         self.arenas = PlacedArenas()
 
@@ -260,7 +260,7 @@ class LayerGraphs:
         self._taken.clear()
         self._recomputed = ()
 
-    def _current_addresses(self) -> tuple[int, ...]:
+    def _current_addresses(self) -> tuple[float, ...]:
         weights = [parameter for layer in self.layers for parameter in layer.parameters()]
         buffers = (buffer for layer in self.layers for buffer in layer.buffers())
         mains = (getattr(weight, "main_grad", None) for weight in weights)
@@ -269,7 +269,8 @@ class LayerGraphs:
         )
         trained = (tensor.requires_grad for tensor in weights)
         arenas = id(self.arenas), self.arenas.changes
-        return (self._running.rotary.changes, *arenas, *places, *trained)
+        scales = (layer.scale for layer in self.layers)
+        return (self._running.rotary.changes, *arenas, *places, *trained, *scales)
 
     def _take(self, context: SegmentContext, hidden: Tensor) -> None:
         """Gives a segment a set of graphs, with some of its length."""

@@ -85,7 +85,8 @@ class Graphs(StepPart):
         self, planned: PayloadMap, forms: Sequence[Form], exchange: RowExchange | None
     ) -> PlacedArenas | None:
         """See StepPart: those whose places graphs know."""
-        if not self.even or exchange is not None or self.config.cache_host_layers:
+        has_others = exchange is not None or self.config.cache_host_layers
+        if not self.even or self.rank.forward_only or has_others:
             return None
         return self._arenas[next(self._chunks)].begin(forms, planned.positions.length)
 

@@ -158,6 +158,10 @@ class Sheet:
         self.fill([*starts, *rows])
 
 
+def _numbers(rows: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return rows.dtype, rows.shape[1:]
+
+
 def _pairs(items: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(items[::2], items[1::2], strict=True)
 
@@ -192,6 +196,7 @@ class PlacedArenas:
     def begin(self, forms: Sequence[Form], rows: int) -> PlacedArenas:
         """Before an attempt with layers of these forms, and so many rows of positions."""
         self._numbers = frozenset(n for n, form in enumerate(forms) if form == Form.POSITIONS)
+        self.layers.clear()
         if rows > self.capacity:
             self.give_back()
             self.capacity = _stepped(rows)
@@ -217,14 +222,15 @@ class PlacedArenas:
 
     def placed(self, layer: int, likes: Sequence[Tensor], *, sums: bool) -> list[Tensor]:
         """The places of a layer's payloads, or of their gradients; made like payloads `likes`."""
-        places = self.sums if sums else self.values
-        if layer not in places:
-            num = self.capacity + SPARE
-            dtypes = [wider(like.dtype) if sums else like.dtype for like in likes]
-            places[layer] = [
-                like.new_empty((num, *like.shape[1:]), dtype=dtype)
-                for like, dtype in zip(likes, dtypes, strict=True)
-            ]
+        places, num = self.sums if sums else self.values, self.capacity + SPARE
+        made = [
+            like.new_empty((0, *like.shape[1:]), dtype=wider(like.dtype) if sums else like.dtype)
+            for like in likes
+        ]
+        there = places.get(layer)
+        if there is None or [*map(_numbers, there)] != [*map(_numbers, made)]:
+            self.changes += there is not None
+            places[layer] = [like.new_empty((num, *like.shape[1:])) for like in made]
             for place in places[layer]:
                 place[self.capacity :].zero_()
         return places[layer]
@@ -303,12 +309,13 @@ class PlacedCache:
 
     Attributes:
         layer: that has asked last.
+        levels, runs: see Sheet.
     """
 
     looks_ahead = False
 
     def __init__(self, sheet: Sheet, arenas: PlacedArenas) -> None:
-        self._sheet, self._arenas, self.layer = sheet, arenas, -1
+        self._sheet, self._arenas, self.layer, self.runs = sheet, arenas, -1, sheet.runs
         self._forwards = set[int]()
         self.levels = [_Read(rows, slice(0, sheet.form.positions)) for rows in sheet.levels]
 
@@ -381,4 +388,4 @@ class PlacedContext(SegmentContext):
 
     @functools.cached_property
     def level_runs(self) -> Any:
-        return self.cache._sheet.runs[1:]  # type: ignore[attr-defined]
+        return self.cache.runs[1:]  # type: ignore[attr-defined]

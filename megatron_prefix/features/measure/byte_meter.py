@@ -23,7 +23,7 @@ from megatron_prefix.features.measure.allocator import Peaks
 from megatron_prefix.features.measure.cost_fit import non_negative
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.cost import AGAIN
-from megatron_prefix.plan.memory import Footprint, StageBytes, program_loads
+from megatron_prefix.plan.memory import Footprint, StageBytes, continued, program_loads
 from megatron_prefix.run.agreement import all_say, tried
 from megatron_prefix.run.costs import Costs
 from megatron_prefix.run.rank import Rank
@@ -158,8 +158,7 @@ class SegmentBytes:
         stage = plan.stage(self._rank.stage, action.chunk)
         rows, sizes = self._rows.setdefault(stage, ([], []))
         row = positions * segment.inner, positions * (not segment.inner)
-        with_parents = sum(span.parent is not None for span in segment.spans) * (not segment.inner)
-        rows.append((*row, min(positions, segment.num_read), float(with_parents)))
+        rows.append((*row, min(positions, segment.num_read), float(continued(segment))))
         sizes.append(size)
 
     @property

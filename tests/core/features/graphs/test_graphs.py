@@ -114,7 +114,9 @@ def test_a_failure_leaves_no_segment_with_graphs(monkeypatch):
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-@pytest.mark.parametrize("what", ["weights", "gradients", "frozen", "trained again", "angles"])
+@pytest.mark.parametrize(
+    "what", ["weights", "gradients", "frozen", "trained again", "angles", "scale"]
+)
 def test_what_changes_between_steps_is_captured_again(what):
     name = "tiny-deepseek" if what == "angles" else "tiny-llama"
     plain, changed = (small_model(name, spec={"num_layers": 3}) for _ in range(2))
@@ -131,6 +133,8 @@ def test_what_changes_between_steps_is_captured_again(what):
         for layer in unwrap(model).decoder.layers:
             if what == "angles":
                 layer.self_attention.rotary_pos_emb.mscale = 2.0
+            elif what == "scale":
+                layer.self_attention.core_attention.softmax_scale = 0.7
             elif what == "gradients":
                 weight = layer.mlp.linear_fc1.weight
                 weight.main_grad = torch.zeros_like(weight.main_grad)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from megatron_prefix.features.graphs import layers
+from megatron_prefix.features.graphs.kinds import may_be_inside
+from megatron_prefix.features.graphs.part import Graphs
 from megatron_prefix.features.graphs.placed import (
     SPARE,
     AttentionForm,
@@ -17,8 +19,10 @@ from megatron_prefix.features.graphs.placed import (
 )
 from megatron_prefix.features.graphs.placed_runs import PlacedKernel, PlacedRuns
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
+from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS
+from megatron_prefix.layers.kind import Part
 from megatron_prefix.sidecar.arena import DeviceBytes
 from megatron_prefix.tree.payload_map import Form, Level, RowMap, Run
 from tests.core.features.graphs.test_graphs import config, made, same, steps, without
@@ -110,6 +114,33 @@ def test_arenas_stay_where_they_are_until_they_are_too_short():
         arena.drop()
     assert addresses[0] == addresses[1] and places.changes == 2
     assert places.capacity == 2 * SPARE and places.device_bytes == 2 * 3 * SPARE * 2 * 8 * 4
+
+
+def test_payloads_of_another_dtype_have_places_of_their_own():
+    """A copy would round them without a word."""
+    places, payload = PlacedArenas(), (torch.ones(4, 2, 8),) * 2
+    for dtype in (torch.float32, torch.float64):
+        arena, _ = arena_of(places, 6)
+        arena.write(0, tuple(part.to(dtype) for part in payload))
+        arena.reuse_sums()
+        assert {part.dtype for part in (*arena.values, *arena.sums)} == {dtype}
+    assert places.changes == 3  # the first places, and other values and gradients
+
+
+def test_passes_without_gradients_have_plain_arenas():
+    """Theirs may be longer, and gradients would be as long from then on."""
+    rank = SimpleNamespace(forward_only=True)
+    part = SimpleNamespace(even=8, rank=rank, config=SimpleNamespace(cache_host_layers=0))
+    assert Graphs.arenas(part, None, (), None) is None
+
+
+def test_cores_with_quantisers_run_outside():
+    """A trainer may turn them off between two steps."""
+    core = SimpleNamespace()
+    mixer = Part(Attention(), SimpleNamespace(core_attention=core))
+    assert may_be_inside(mixer)
+    core.q_bmm_quantizer = None
+    assert not may_be_inside(mixer) and not may_be_inside(Part(None))
 
 
 def test_gradients_of_an_earlier_segment_are_zeroed():
