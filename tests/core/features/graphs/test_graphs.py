@@ -13,6 +13,7 @@ from megatron_prefix.features.dsa.kind import DSA
 from megatron_prefix.features.graphs import cuda, layers, pieces
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.part import graphs_of
+from megatron_prefix.features.recompute_act.part import RecomputeAct
 from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
@@ -115,20 +116,23 @@ def test_a_failure_leaves_no_segment_with_graphs(monkeypatch):
 
 @pytest.mark.usefixtures("recorded_graphs")
 @pytest.mark.parametrize(
-    "what", ["weights", "gradients", "frozen", "trained again", "angles", "scale"]
+    "what", ["weights", "gradients", "frozen", "trained again", "angles", "scale", "policy"]
 )
-def test_what_changes_between_steps_is_captured_again(what):
+def test_what_changes_between_steps_is_captured_again(what, monkeypatch):
     name = "tiny-deepseek" if what == "angles" else "tiny-llama"
     plain, changed = (small_model(name, spec={"num_layers": 3}) for _ in range(2))
     for layer in unwrap(changed).decoder.layers if what == "trained again" else ():
         layer.mlp.linear_fc1.weight.requires_grad_(False)
-    schedule = PrefixSchedule(config())
+    given = config(memory="recompute_act" if what == "policy" else "retain")
+    schedule = PrefixSchedule(given)
+    monkeypatch.setattr(RecomputeAct, "_drops", lambda *_: False)
     captures = [0] * 6  # until each set has graphs of each form
     for number in range(6):
-        steps(changed, config(), schedule=schedule)
+        steps(changed, given, schedule=schedule)
         captures[number] = made(changed).captures
     *_, first = captures
     assert captures[-2] == first > 0, captures
+    monkeypatch.undo()  # with "policy" inner segments drop activations from here on
     for model in (plain, changed):
         for layer in unwrap(model).decoder.layers:
             if what == "angles":
@@ -140,11 +144,11 @@ def test_what_changes_between_steps_is_captured_again(what):
                 weight.main_grad = torch.zeros_like(weight.main_grad)
             elif what == "weights":
                 layer.mlp.linear_fc1.weight.data = 2 * layer.mlp.linear_fc1.weight.data
-            else:
+            elif what != "policy":
                 layer.mlp.linear_fc1.weight.requires_grad_(what == "trained again")
-    ours = steps(changed, config(), schedule=schedule)
-    assert made(changed).captures > first
-    for one, other in zip(ours, without(plain, config()), strict=True):
+    ours = steps(changed, given, schedule=schedule)
+    assert made(changed).captures > first and not made(changed).refused
+    for one, other in zip(ours, without(plain, given), strict=True):
         same(one, other)
 
 
