@@ -143,7 +143,8 @@ SKYRL = Trainer(
     module="skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper",
     package="skyrl",
     tried=("a9564572e",),
-    on="`import megatron_prefix.auto.on_import` in a module that its workers import",
+    on="`import megatron_prefix.auto.on_import` in"
+    " skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py",
     loss="every position: its mask acts in the loss",
     together="its dispatch, which cuts a mini-batch into equal parts in the order of its rollouts",
     refused=(SKYRL_ROWS,),
