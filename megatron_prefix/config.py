@@ -59,20 +59,22 @@ class PrefixConfig:
             "auto": for each step the fastest of 2,048 to 32,768 (powers of two) whose predicted
             peak fits the memory limit. A given number is reduced, to an eighth or 1,024 at
             most, where only that fits the limit or a pipeline then waits less.
-        min_gain: do not share a prefix that saves fewer positions than this. A segment of its own
-            has to save 32 times as many, or a 16th of the step; else its spans run in the waves
-            that read them, or are not shared. 0: share every prefix, and never run a prompt in the
-            segment of its suffixes.
-        align: begin spans at multiples of this, in addition to what the layout requires. 64 makes
-            GatedDeltaNet's results independent of where its kernels cut a sequence; other values
-            differ by rounding.
-        loss_in_leaves: never share a trained token, nor one after it. Results are the same without
-            it, also for losses over whole sequences (GSPO).
+        min_gain: do not share a prefix that saves fewer positions than this. A prompt runs
+            apart from the suffixes that read it only if that saves 32 times as many, or a 16th of
+            the step; a shorter one runs within their forwards, or is not shared. 0: share every
+            prefix, always apart.
+        align: end shared prefixes at multiples of this many positions, in addition to what the
+            layout requires. 64 makes GatedDeltaNet's results independent of where its kernels cut a
+            sequence; other values differ by rounding.
+        loss_in_leaves: share only what comes before the first trained token of a rollout. Results
+            are the same without it, also for losses over whole sequences (GSPO).
         trainer_masks: take the mask of the trainer's microbatches where its model calls have no
             loss_mask and its page says that there is one (NeMo-RL). Off: every position is trained.
-        kernel: attention kernel: "math", "flash_cpu", "flash", "cudnn" or "fa4"; "A+B": A for the
-            keys of ancestors, B for a segment's own; "auto": fa4 if it runs, else by shape.
-        memory: what an inner segment keeps from its forward to its backward. "retain": its saved
+        kernel: attention kernel. "math": the formula, slow and exact; "flash_cpu", "flash",
+            "cudnn": torch's flash attention for CPUs, its FlashAttention-2, its cuDNN; "fa4":
+            FlashAttention-4. "A+B": A where queries read a prompt's keys, B where they read their
+            own. "auto": fa4 if it runs, else by shape.
+        memory: what a prompt's segment keeps from its forward to its backward. "retain": its saved
             tensors. "recompute_act": the same without the outputs of MLP activation functions,
             which run again, in waves too. "offload": saved tensors move to the host. "recompute":
             K/V and its input; its forward runs again. "auto": for each segment the cheapest of
@@ -82,16 +84,17 @@ class PrefixConfig:
             In mode "auto" a step that cannot fit runs with the stock schedule.
         cache_host_layers: number of layers in each model chunk, evenly spread, whose K/V or states
             and their gradients stay in host memory until the layer runs.
-        cp_reduce: with context parallelism, when K/V are gathered and gK/gV sent back. "wave": for
-            every wave. "segment": once for each segment, while every rank keeps all K/V and gK/gV
-            (cp times the memory). "auto": "segment" if the predicted peak fits the free memory.
+        cp_reduce: with context parallelism, when a prompt's K/V are gathered and gK/gV sent back.
+            "wave": for every wave. "segment": once for each of the prompt's segments, while every
+            rank keeps all K/V and gK/gV (cp times the memory). "auto": "segment" if the predicted peak
+            fits the free memory.
         across_ranks: run a prefix that several data-parallel ranks share on one of them, which
             sends its K/V, states and trained hidden states to the others. "off": never. "auto":
             where it is possible, predicted to be faster for the slowest rank, and fits the memory
             limit. "on": always; what prevents it is an error. Not set: "auto" in mode "auto", else
             "off". `chunk_tokens` "auto" then cuts nothing.
-        run_ahead: forwards that a pipeline stage runs ahead of the next stage, 1 or 2. 1 takes less
-            memory, 2 waits less.
+        run_ahead: with pipeline stages, how many forwards a stage runs ahead of the next stage, 1
+            or 2. 1 takes less memory, 2 waits less.
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         cost_file: JSON file in which mode "auto" keeps its measurements of this model, layout and
             device for the next run. Not set: they end with the process.
@@ -100,12 +103,12 @@ class PrefixConfig:
             recurrences, experts and some attention. Segments are padded to multiples of a 32nd of
             it, and what they keep stays allocated between steps. 0: no graphs. "auto", in mode
             "auto": the longest length at which the device waits for the host, if steps get faster.
-        verify: run the first N shared steps of each kind with both schedules on the same
-            microbatches, compare them, and return the stock schedule's results. A kind of step that
-            differs by more than rounding gets the stock schedule from then on; mode "on" raises.
-            0: none.
-        watchdog_minutes: when a step has taken this long, and ten times its usual and its predicted
-            time, every rank logs what it is doing. 0: never.
+        verify: run the first N shared steps of each kind (updates, passes without gradients) with
+            both schedules on the same microbatches, compare them, and return the stock schedule's
+            results. A kind of step that differs by more than rounding gets the stock schedule from
+            then on; mode "on" raises. 0: none.
+        watchdog_minutes: when a step has taken this many minutes, and ten times its usual and its
+            predicted time, every rank logs what it is doing. 0: never.
     """
 
     mode: str = "on"

@@ -203,14 +203,15 @@ _TEXTS = {
     "segment_tokens": "most positions in one forward (a single span may exceed it); 0: no limit;"
     " auto: for each step the fastest length that fits the memory limit. A given N is reduced, to"
     " an eighth at most, where only that fits (default {})",
-    "min_gain": "do not share a prefix that saves fewer than N tokens. A prompt gets a forward of"
-    " its own only if that saves 32 N tokens, or a 16th of the step; a shorter one runs in the same"
-    " forward as its suffixes. 0: share every prefix, each in a forward of its own (default {})",
-    "align": "begin spans at multiples of N, in addition to what the layout requires; 64 makes"
-    " GatedDeltaNet's results independent of where sequences are cut (default {})",
-    "loss_in_leaves": "never share a trained token; results are the same without it",
-    "run_ahead": "forwards that a pipeline stage runs ahead of the next stage: 1 needs less memory,"
-    " 2 waits less (default {})",
+    "min_gain": "do not share a prefix that saves fewer than N tokens. A prompt runs apart"
+    " from the suffixes that read it only if that saves 32 N tokens, or a 16th of the step; a"
+    " shorter one runs within their forwards. 0: share every prefix, always apart (default {})",
+    "align": "end shared prefixes at multiples of N, in addition to what the layout requires; 64"
+    " makes GatedDeltaNet's results independent of where sequences are cut (default {})",
+    "loss_in_leaves": "share only what comes before a rollout's first trained token; results are"
+    " the same without it",
+    "run_ahead": "with --pp, how many forwards a stage runs ahead of the next one: 1 needs less"
+    " memory, 2 waits less (default {})",
     "plan_file": "run this plan (a file written by `plan --csv`) instead of the planner's; it must"
     " fit the rollouts, the lengths and the layout",
     "watchdog_minutes": "log on every rank what a step is doing once it has taken X minutes and ten"
@@ -237,8 +238,8 @@ _TEXTS = {
     "across_ranks": "run a prefix that several data-parallel ranks share on one of them. auto:"
     " where it is possible, predicted to be faster, and fits the memory limit; on: always, and what"
     " prevents it is an error (default: auto with --prefix-schedule auto, else off)",
-    "kernel": f"attention kernel: {', '.join(KERNELS)}, A+B (A for the keys of ancestors, B for a"
-    " segment's own), or auto (default)",
+    "kernel": f"attention kernel: {', '.join(KERNELS)} (docs/configuration.md says what they are),"
+    " A+B (A where queries read a prompt's keys, B where they read their own), or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}
 _CHOICES = {**CHOICES, "loss_mean": LOSS_MEANS, "deal": DEALS}

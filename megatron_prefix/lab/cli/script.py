@@ -41,8 +41,8 @@ _HELP = {
     "chunk_tokens": ("N|auto", "cut longer prompts into chunks of at most N tokens; 0: never"),
     "segment_tokens": ("N|auto", "most positions in one forward; 0: no limit"),
     "min_gain": ("N", "do not share a prefix that saves fewer than N tokens"),
-    "align": ("N", "begin shared spans at multiples of N, besides what the layout requires"),
-    "loss_in_leaves": ("true|false", "never share a trained token"),
+    "align": ("N", "end shared prefixes at multiples of N, besides what the layout requires"),
+    "loss_in_leaves": ("true|false", "share only what comes before the first trained token"),
     "trainer_masks": ("true|false", "use the loss masks of the trainer's microbatches (NeMo-RL)"),
     "kernel": ("NAME", "attention kernel, or auto"),
     "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what a prompt keeps on the device between"
@@ -50,16 +50,18 @@ _HELP = {
     "memory_budget_gb": ("X", "GiB that a step may use on top of what is allocated when it begins;"
                          " 0: the stock schedule's peak and 5 %%"),
     "cache_host_layers": ("N", "number of layers whose K/V stay in host memory until they run"),
-    "graph_tokens": ("N|auto", "run segments of up to N positions on CUDA graphs; 0: none"),
-    "cp_reduce": ("{" + ",".join(CP_REDUCE) + "}", "how often context-parallel ranks send gK/gV"),
+    "graph_tokens": ("N|auto", "run segments of up to N positions as CUDA graphs; 0: none"),
+    "cp_reduce": ("{" + ",".join(CP_REDUCE) + "}", "when context-parallel ranks exchange a prompt's"
+                  " K/V and gK/gV: for every wave, or once for each of its segments"),
     "across_ranks": ("{off,auto,on}", "share prompts across data-parallel ranks"),
-    "run_ahead": ("{1,2}", "forwards that a pipeline stage runs ahead of the next stage"),
+    "run_ahead": ("{1,2}", "with pipeline stages, forwards that a stage runs ahead of the next"),
     "min_speedup": ("X", "in mode auto: share if the predicted speedup is at least X"),
     "cost_file": ("FILE", "keep what mode auto has measured in FILE, for the next run"),
     "watchdog_minutes": ("X", "log where every rank stands when a step takes X minutes and ten"
                          " times its usual time; 0: never"),
     "plan": ("FILE", "run this plan (written by `megatron-prefix plan --csv`)"),
-    "verify": ("N", "run the first N steps of each kind with both schedules, and compare them"),
+    "verify": ("N", "run the first N shared updates, and the first N shared passes without"
+               " gradients, with both schedules, and compare them"),
 }  # fmt: skip
 
 
