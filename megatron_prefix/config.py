@@ -86,8 +86,8 @@ class PrefixConfig:
             and their gradients stay in host memory until the layer runs.
         cp_reduce: with context parallelism, when a prompt's K/V are gathered and gK/gV sent back.
             "wave": for every wave. "segment": once for each of the prompt's segments, while every
-            rank keeps all K/V and gK/gV (cp times the memory). "auto": "segment" if the predicted peak
-            fits the free memory.
+            rank keeps all K/V and gK/gV (cp times the memory). "auto": "segment" if the predicted
+            peak fits the free memory.
         across_ranks: run a prefix that several data-parallel ranks share on one of them, which
             sends its K/V, states and trained hidden states to the others. "off": never. "auto":
             where it is possible, predicted to be faster for the slowest rank, and fits the memory
