@@ -1,4 +1,5 @@
-"""What ran where: docs/support.md, from the table of trainers and the rows of benchmarks/results.
+"""What ran where: docs/support.md, from the table of trainers, the rows of benchmarks/results, and
+for the CPU also from the rows that the tests compare.
 
 python -m benchmarks.support            # writes its tables anew
 """
@@ -8,11 +9,17 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.figures import ROOT, Row, read, table
+from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.trainers.table import TRAINERS
 from megatron_prefix.trainers.trainer import Trainer
+from tests.cases import LAYOUTS
+from tests.core.alignment import test_quantised, test_vision
+from tests.test_cases import ROWS
+from tests.test_cases_across_ranks import ACROSS
+from tests.test_cases_on_ranks import ON_RANKS
 
 PAGE = ROOT / "docs" / "support.md"
 COMMAND = "python -m benchmarks.support"
@@ -21,12 +28,27 @@ FAMILIES = {
     "vision-language": r"-VL-",
     "multi-token prediction": r"MTP",
     "hybrid (GatedDeltaNet)": r"Qwen3\.5|Qwen3-Next",
-    "MLA with experts": r"Moonlight|DeepSeek",
-    "windows, sinks and experts": r"gpt-oss",
+    "MLA, with and without experts": r"Moonlight|DeepSeek",
+    "windows and sinks, with and without experts": r"gpt-oss",
     "experts": r"A3B|tiny-moe",
     "dense": r"Llama|Qwen3|tiny-llama",
 }
 """Families, and what names of models of each have; the first that fits counts."""
+TESTED = {
+    "sparse attention (DSA)": "dsa",
+    "multi-token prediction": "mtp",
+    "trainers' own GatedDeltaNet": "own delta",
+    "hybrid (Mamba2)": "mamba",
+    "hybrid (GatedDeltaNet)": "gdn",
+    "MLA, with and without experts": "mla",
+    "windows and sinks, with and without experts": "gpt-oss|gemma|mistral|window|sinks",
+    "adapters (LoRA)": "adapted",
+    "experts": "expert|aux_loss",
+    "dense": "",
+}
+"""Families, and how names of models in tests/cases.py begin; the first that fits counts."""
+ONE, ACROSS_RANKS = "one rank", "CPU, prompts across ranks"
+VISION, QUANTISED = "vision-language", "ModelOpt's quantisers (QAT)"
 PLACES = {"CPU": r"CPU", "one GPU": r"^one H", "two GPUs": r"^two H", "four GPUs": r"^four H"}
 TIMED = ("fp8", "hybrid", "hybrid_packed", "images", "latents", "layouts_gpus", "packed")
 STEPS = ("trainer_gradients", "trainer_auto", "trainer_objectives", "trainer_runs", "trajectory")
@@ -41,10 +63,10 @@ def families_of(row: Row) -> Iterator[str]:
     if "FP8" in f"{row['model']} {row['options']}" and "bf16" not in row["options"]:
         yield "FP8, blockwise scales"
     if "windows" in row["options"] and found == "dense":
-        yield "windows, sinks and experts"
+        yield "windows and sinks, with and without experts"
 
 
-def ran(rows: Iterable[Row]) -> Mapping[str, Mapping[str, list[str]]]:
+def ran(rows: Iterable[Row]) -> dict[str, dict[str, list[str]]]:
     """Layouts by family and place, in the order of the rows."""
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -62,12 +84,44 @@ def ran(rows: Iterable[Row]) -> Mapping[str, Mapping[str, list[str]]]:
     return found
 
 
+def called(layout: Layout) -> str:
+    """A layout as rows of results call it: TP2 x PP2 SP; data-parallel ranks that experts need have
+    no name."""
+    dp = 1 if layout.ep > 1 and layout.dp * layout.cp == layout.ep else layout.dp
+    sizes = {**vars(layout), "dp": dp}
+    names = [f"{name.upper()}{sizes[name]}" for name in ("tp", "pp", "vpp", "cp", "ep", "dp")
+             if sizes[name] > 1]  # fmt: skip
+    return (" x ".join(names) or ONE) + " SP" * layout.sequence_parallel
+
+
+def tested() -> Iterator[tuple[str, str, str]]:
+    """Families, places and layouts that tests compare with the stock schedule, in fp64."""
+    jobs = [("CPU", "one", ROWS), *(("CPU", *job) for job in ON_RANKS.items())]
+    for place, layout, cases in (*jobs, *((ACROSS_RANKS, *job) for job in ACROSS.items())):
+        for case in cases:
+            begins = ((name, re.match(text, case.values["model"])) for name, text in TESTED.items())
+            if case.expects == "equal" and not case.mistake:
+                family = next(name for name, fits in begins if fits)
+                yield family, place, called(LAYOUTS[layout])
+    for layout, _ in test_vision.JOBS.values():
+        yield VISION, "CPU", called(layout)
+    for layout, _ in test_quantised.JOBS:
+        yield QUANTISED, "CPU", called(layout)
+
+
 def models(rows: Sequence[Row]) -> str:
     """A line for each family: its layouts on CPUs and on one, two and four GPUs."""
     by_family = ran(rows)
-    names = [name for name in [*FAMILIES, "FP8, blockwise scales"] if name in by_family]
-    lines = [[name, *(", ".join(by_family[name][place]) for place in PLACES)] for name in names]
-    return table(["family", *PLACES], sorted(lines, key=lambda line: line[0]))
+    for name, place, layout in tested():
+        known = by_family[name][place]
+        if set(layout.split(" x ")) not in [set(each.split(" x ")) for each in known]:
+            known.insert(0 if layout == ONE else len(known), layout)
+    places = ["CPU", ACROSS_RANKS, *(place for place in PLACES if place != "CPU")]
+    lines = (
+        [name, *(", ".join(ran_on[place]) for place in places)]
+        for name, ran_on in sorted(by_family.items())
+    )
+    return table(["family", *places], lines)
 
 
 def layouts_of(trainer: Trainer, rows: Iterable[Row]) -> tuple[list[str], list[str]]:

@@ -4,7 +4,8 @@
 
 The line is the import of `get_forward_backward_func`. Everything else is the trainer's own and does
 not change: data iterator, forward step, loss, DDP, optimizer. Each microbatch has two rollouts of
-one prompt. The schedule is not told so: it compares their tokens.
+one prompt. The schedule is not told so: it compares their tokens. Without the line,
+`python -m megatron_prefix.run examples/existing_megatron_loop.py` shares them, too.
 """
 
 from __future__ import annotations

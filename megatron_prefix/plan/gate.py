@@ -45,7 +45,7 @@ def kept_to_limit(config: PrefixConfig, decision: Decision, peak: float, limit: 
     most = (
         f"memory_budget_gb is {budget:g}"
         if budget
-        else f"the limit, that of Megatron's schedule, is {limit / 2**30:.3g}"
+        else f"the limit, the stock schedule's peak and 5 %, is {limit / 2**30:.3g} GiB"
     )
     reason = f"sharing would take {peak / 2**30:.3g} GiB beside the weights, and {most}"
     is_on = config.mode == "on"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import support
 from megatron_prefix.lab.cli.main import VERBS, make_parser
 from tests.harness.command_line import BUNDLED, forked
 from tests.harness.data import REPOSITORY
@@ -190,13 +191,15 @@ LONGER = {"changelog.md", "results.md"}
 PAGES = [
     path
     for path in DOCUMENTS
-    if path.is_relative_to(REPOSITORY / "docs") and path.name not in LONGER
+    if (path.is_relative_to(REPOSITORY / "docs") and path.name not in LONGER)
+    or path == REPOSITORY / "README.md"
 ]
 
 
 def written_by_hand(text: str) -> str:
     """A page without its code blocks, comments and generated parts."""
-    text = re.sub(r"^```.*?^```$", "", PART.sub("", text), flags=re.M | re.S)
+    text = support.PART.sub("", PART.sub("", text))
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     return re.sub(r"<!--.*?-->", "", text, flags=re.S)
 
 
@@ -219,6 +222,10 @@ def test_pages_and_paragraphs_are_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert num_words(written_by_hand(text)) <= MOST_WORDS
     assert [one for one in paragraphs(text) if num_words(one) > MOST_OF_A_PARAGRAPH] == []
+
+
+def test_findings_are_short() -> None:
+    assert num_words((REPOSITORY / "benchmarks/LOG.md").read_text(encoding="utf-8")) <= 8000
 
 
 def test_lengths_are_counted() -> None:

@@ -149,11 +149,12 @@ def tell_verified(
     verdict = f"DIFFERENT ({result.failure})" if result.failure else "equal within rounding"
     logger.warning(
         "verify, %s %d of %d: the prefix schedule and the stock schedule are %s. Largest"
-        " differences, as a fraction of what rounding allows: %s. Tokens computed on this rank: %d"
-        " of %d. Prefix schedule %s, stock schedule %s. The trainer got the stock schedule's"
+        " differences, as a fraction of what rounding allows: %s. Tokens computed on this rank: %s"
+        " of %s. Prefix schedule %s, stock schedule %s. The trainer got the stock schedule's"
         " results.",
         named, number, num_steps, verdict, judge.described(result.worst),
-        report.forest.executed_tokens, report.forest.raw_tokens, result.prefix, result.stock,
+        f"{report.forest.executed_tokens:,}", f"{report.forest.raw_tokens:,}",
+        result.prefix, result.stock,
     )  # fmt: skip
 
 

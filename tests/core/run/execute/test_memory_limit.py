@@ -86,7 +86,7 @@ def test_counted_bytes_keep_the_limit(order, model):
 @pytest.mark.parametrize(
     ("memory", "budget", "why"),
     [
-        ("retain", 0.0, "and the limit, that of Megatron's schedule, is"),
+        ("retain", 0.0, "and the limit, the stock schedule's peak and 5 %, is"),
         ("auto", 1e-6, "and memory_budget_gb is 1e-06"),
     ],
 )
