@@ -28,15 +28,15 @@ class StepReport:
         decision: `share`, the `reason` in one line, and `predicted_speedup` over the stock
             schedule.
         plan: what the prefix schedule runs or would have run.
-        union_plan: the same on the segments of all ranks that share experts.
+        union_plan: the same, on the segments of all ranks that share experts.
         prediction: predicted seconds of both schedules on this rank; None if nothing was predicted.
         times: coefficients of the cost model; None as long as nothing was measured.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
-        memory: predicted bytes of this rank, where the prefix schedule ran with gradients; of what
-            segments keep, as far as that has been measured.
-        base_bytes: bytes allocated on the device when the step began, without what parts keep
-            there, which `memory` counts.
-        room_bytes: bytes that the step could use on top of these; 0 if that is not known.
+        memory: predicted bytes of this rank, where the prefix schedule ran with gradients; what
+            segments keep is in them once it has been measured.
+        base_bytes: bytes allocated on the device when the step began, without buffers of this
+            package that stay between steps, which `memory` counts.
+        room_bytes: bytes that the step may use on top of these; 0 if that is not known.
         cache_bytes: the most bytes that K/V, states and their gradients took on the device.
         crossed: what this rank exchanged with other data-parallel ranks; None if nothing could
             cross.

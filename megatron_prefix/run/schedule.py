@@ -65,11 +65,12 @@ class PrefixSchedule:
     Attributes:
         config: the settings.
         callbacks: what the trainer says of its microbatches that its model calls do not say.
-        features: what runs around its calls, from the innermost on.
-        reports: of its steps.
-        looks_first: watch the first step of each kind (features/watch), in modes "auto" and
-            "observe" with the stock schedule; for trainers whose code is not known. It is read when
-            a schedule is made.
+        features: what runs around every call (watch, verify, watchdog, ...), the innermost first.
+        reports: the last step's report, and which lines have been logged.
+        looks_first: whether the first step of each kind is watched for what would not work in
+            another order (docs/when-a-step-is-shared.md); modes "auto" and "observe" run it with
+            the stock schedule. For trainers whose code is not known. Read when the schedule is
+            made.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
@@ -91,7 +92,7 @@ class PrefixSchedule:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """What features do around a call, for those who want that around more than the call."""
+        """Enters what features do around a call, for callers who need it around more than that."""
         with contextlib.ExitStack() as stack:
             for feature in reversed(self.features):
                 stack.enter_context(feature.call())
@@ -127,8 +128,8 @@ class PrefixSchedule:
             pg_collection: the ranks' process groups; default: Megatron's global ones.
             force_all_reduce: all-reduce gradients where Megatron would reduce-scatter them.
             rest: `seq_length`, `micro_batch_size`, `decoder_seq_length`, `first_val_step`,
-                `adjust_tensor_shapes_fn`, `p2p_communicator`: for the stock schedule only; here
-                the model calls say what shapes are.
+                `adjust_tensor_shapes_fn`, `p2p_communicator`: used by the stock schedule only. The
+                prefix schedule takes shapes from the model calls.
 
         Returns:
             Megatron's `forward_data_store`: an entry for each microbatch, in their order, on the
@@ -301,8 +302,8 @@ def get_forward_backward_func(
     nothing would be shared. That is logged once.
 
     Args:
-        megatrons: Megatron's own arguments (pp_size, vp_size) and, by name,
-            schedule_pg_collection of 0.19; accepted, and not needed.
+        megatrons: Megatron's own arguments (pp_size, vp_size), accepted and not used; so is
+            schedule_pg_collection of 0.19, by name.
         prefix_config: the settings; default: `PrefixConfig()`, which shares every step.
         trained: says which positions of a model call carry loss; see `Callbacks`.
         routes: says which experts the tokens of a model call go to; see `Callbacks`.
