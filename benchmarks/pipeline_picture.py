@@ -19,6 +19,7 @@ from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 
 GROUPS, ROLLOUTS, PROMPT, RESPONSE, STAGES = 4, 8, 10240, 2048, 4
+WIDTH = 760  # pixels: about a page's, so that its letters are those of the text
 
 
 def flat_groups(
@@ -52,7 +53,7 @@ def picture() -> str:
     title = (
         f"{GROUPS} groups of {ROLLOUTS} rollouts on {STAGES} stages, P = {PROMPT}, R = {RESPONSE}"
     )
-    return comparison_svg(runs, title)
+    return comparison_svg(runs, title, WIDTH)
 
 
 if __name__ == "__main__":

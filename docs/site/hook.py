@@ -24,7 +24,7 @@ OUTSIDE = {
 """Names of pages, and their files from the root of the repository."""
 PAGES = {file: page for page, file in OUTSIDE.items()}
 FENCE = re.compile(r"(^```.*?^```)", re.M | re.S)
-WIDE = ("related-work.md", "results.md", "validation.md")
+WIDE = ("refusals.md", "related-work.md", "results.md", "support.md", "validation.md")
 """Pages whose tables need the room of the page's own table of contents."""
 STYLE = "site.css"
 INLINE_CODE = re.compile(r"(<pre.*?</pre>)|<code>(.*?)</code>", re.S)

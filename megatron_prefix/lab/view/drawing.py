@@ -108,34 +108,33 @@ def job_svg(job: JobTimeline, plans: Sequence[Plan], title: str) -> str:
     return svg.document(_WIDTH, bottom + 44, body)
 
 
-def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> str:
+def comparison_svg(
+    runs: Sequence[tuple[str, Timeline, Plan]], title: str, width: float = _WIDTH
+) -> str:
     """Draws several timelines of one step below each other, with one scale of time.
 
     Args:
         runs: name, timeline and plan of each, from the top.
         title: the heading.
+        width: of the picture, in pixels.
 
     Returns:
         A whole SVG document.
     """
     end = max(timeline.makespan for _, timeline, _ in runs)
-    body = [svg.text(24, 34, title, 18, weight=600), *_legend(52, _note(runs[0][2]))[0]]
-    top, row = 84.0, 18
+    legend, legend_height = _legend(52, _note(runs[0][2]), width)
+    body = [svg.text(24, 34, title, 18, weight=600), *legend]
+    top, row = 74 + legend_height, 18
     for name, timeline, plan in runs:
-        facts = (
-            f"makespan {_short(timeline.makespan)}",
-            f"bubble {100 * timeline.bubble_fraction:.1f}%",
-            f"peak {_short(timeline.peak_live_positions)} live tokens",
-        )
         body.append(svg.text(_LEFT, top + 20, name, 13, weight=600))
         after = _LEFT + 13 * svg.CHARACTER * len(name) + 24
-        body.append(svg.text(after, top + 20, "  ·  ".join(facts), 12, _FAINT))
+        body.append(svg.text(after, top + 20, f"makespan {_short(timeline.makespan)}", 12, _FAINT))
         rows = [plan] * plan.num_ranks
-        body.extend(_rows(timeline, rows, row, top + 28, end, tips=False))
+        body.extend(_rows(timeline, rows, row, top + 28, end, tips=False, width=width))
         top += 28 + plan.num_ranks * (row + _GAP) + 6
     unit = runs[0][1].unit
-    body.extend(_axis(0, end, top, _UNITS.get(unit, unit)))
-    return svg.document(_WIDTH, top + 46, body)
+    body.extend(_axis(0, end, top, _UNITS.get(unit, unit), width))
+    return svg.document(width, top + 46, body)
 
 
 # Parts of the picture -----------------------------------------------------------------------------
