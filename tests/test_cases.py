@@ -1,10 +1,6 @@
 """Every row of the table of cases."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,13 +8,13 @@ from megatron_prefix.layers.blocks.operators import MathKernel
 from megatron_prefix.refusals import table
 from megatron_prefix.tree import payload_map
 from tests import judge, mistakes
-from tests.cases import FAMILIES, FURTHER, Row, random_row, row, wrong
+from tests.cases import FAMILIES, FURTHER, random_row, row, wrong
 from tests.harness.fuzzing import rounds
 from tests.harness.one_rank import one_rank
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
@@ -51,7 +47,7 @@ JOINED = [
 ]  # fmt: skip
 
 
-def _recomputed(model: str, *modules: str) -> list[Row]:
+def _recomputed(model, *modules):
     """With Megatron's own recomputation."""
     options = ("recompute chunks", "all on the host")
     return [row(model, name, recompute=each) for each in modules for name in options]
@@ -220,7 +216,7 @@ NOT_SHARED = [
 @pytest.mark.parametrize(
     "each", filter(judge.is_possible, (*ROWS, *MTP, *CALLS, *NOT_SHARED)), ids=str
 )
-def test_a_step_is_the_stock_schedules(each: Row) -> None:
+def test_a_step_is_the_stock_schedules(each):
     assert judge.complaints(each) == []
 
 
@@ -233,7 +229,7 @@ SEEDS = 5
 
 
 @pytest.mark.parametrize("model", RANDOM)
-def test_random_trees(model: str) -> None:
+def test_random_trees(model):
     failures = {
         str(each): lines
         for each in (random_row(model, seed) for seed in range(rounds(SEEDS, 40 * SEEDS)))
@@ -242,10 +238,10 @@ def test_random_trees(model: str) -> None:
     assert not failures
 
 
-def test_long_blocks_of_keys_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_blocks_of_keys_in_pieces(monkeypatch):
     num, forward = [0], MathKernel.forward
 
-    def counted(*args: Any) -> Any:
+    def counted(*args):
         num[-1] += 1
         return forward(*args)
 
@@ -292,5 +288,5 @@ WRONG = [
 
 
 @pytest.mark.parametrize("each", WRONG, ids=str)
-def test_a_mistake_shows(each: Row) -> None:
+def test_a_mistake_shows(each):
     assert judge.complaints(each) == []

@@ -1,8 +1,6 @@
 """Rows of the table of cases whose prompts cross data-parallel ranks: those of one layout in one
 job; and random trees that are dealt to ranks at random."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -64,7 +62,7 @@ ACROSS: dict[str, list[Row]] = {
 
 
 @pytest.mark.parametrize("layout", ACROSS)
-def test_prompts_run_once_in_the_job(layout: str) -> None:
+def test_prompts_run_once_in_the_job(layout):
     judge.check(layout, ACROSS[layout])
 
 
@@ -78,7 +76,7 @@ OPTIONS = ("across_ranks", "across whole", "across recompute")
 
 
 @pytest.mark.parametrize("layout", RANDOM)
-def test_random_trees_on_all_ranks(layout: str) -> None:
+def test_random_trees_on_all_ranks(layout):
     """Options in turn: of all models together; HYPOTHESIS_PROFILE=search tries each."""
     judge.check(layout, [
         random_row(model, seed, tree="dealt", options=OPTIONS[(number + seed) % 3], layout=layout)

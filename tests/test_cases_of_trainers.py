@@ -1,23 +1,19 @@
 """Rows of odd trainers: those that another order of forward steps and losses would change keep the
 stock schedule's steps bit for bit, and are told why; others are shared from their second step."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from megatron_prefix.refusals import table
 from tests import judge
-from tests.cases import Row, auto_row, row
+from tests.cases import auto_row, row
 from tests.harness.one_rank import one_rank
 from tests.oracle.model import SETS
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
@@ -108,12 +104,12 @@ SEEN_IN_FIRST_STEPS = {
 """What no step sees in which segments run; nor is a scale seen that is written in place."""
 
 
-def in_mode(each: Row, mode: str, **changes: Any) -> list[str]:
+def in_mode(each, mode, **changes):
     return judge.complaints(replace(each, mode=mode, shares=(), **changes))
 
 
 @pytest.mark.parametrize("each", ODD, ids=str)
-def test_an_odd_trainer_keeps_the_stock_schedule(each: Row) -> None:
+def test_an_odd_trainer_keeps_the_stock_schedule(each):
     """And mode on refuses it by name; mode observe changes nothing."""
     assert judge.complaints(each) == []
     if not {*each.values.values()} & SEEN_IN_FIRST_STEPS and "scale" not in each.values:
@@ -124,11 +120,11 @@ def test_an_odd_trainer_keeps_the_stock_schedule(each: Row) -> None:
 
 
 @pytest.mark.parametrize("each", ORDINARY, ids=str)
-def test_an_ordinary_trainer_shares_from_its_second_step(each: Row) -> None:
+def test_an_ordinary_trainer_shares_from_its_second_step(each):
     assert judge.complaints(each) == []
     assert in_mode(each, "observe", expects="fallback") == []
 
 
 @pytest.mark.parametrize("each", [*KEPT, *LATE], ids=str)
-def test_a_later_step_and_its_kind_are_the_stock_schedules(each: Row) -> None:
+def test_a_later_step_and_its_kind_are_the_stock_schedules(each):
     assert judge.complaints(each) == []

@@ -1,18 +1,15 @@
 """Rows of the table of cases on several ranks: those of one layout in one job."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from megatron_prefix.errors import Refusal
 from megatron_prefix.refusals import table
 from tests import cases, judge
 from tests.cases import FURTHER, Row, auto_row, wrong
 
 
-def row(model: str, options: str = "whole", *ran: str, **values: str) -> Row:
+def row(model, options="whole", *ran, **values):
     """In few microbatches: two of four rollouts each, as rows or packs."""
     form = "thd" if model.startswith("own") else "rows"
     return cases.row(model, options, *ran, **{"form": form, **values})
@@ -30,12 +27,12 @@ UNLIKE = {"tree": "unlike", "options": "gain of 2"}
 rank shares where they reduce or count together."""
 
 
-def refused(says: str, each: Row) -> Row:
+def refused(says, each):
     """By name; rows behind it would meet ranks at different places."""
     return replace(each, expects="refused", says=says)
 
 
-def graphs(model: str, options: str = "graphs", **values: str) -> Row:
+def graphs(model, options="graphs", **values):
     """Layers on CUDA graphs, that the CPU emulates; a second step has its graphs from the first."""
     small = {"tree": "groups", "session": "train", "form": "rows"}
     return row(model, options, **{**small, **values})
@@ -45,7 +42,7 @@ UNDONE = (False, True, True, False, False, False)
 """What a trainer does from its fourth step on is met while that runs, on all ranks."""
 
 
-def undone(refusal: Refusal, late: str, **values: str) -> Row:
+def undone(refusal, late, **values):
     return auto_row(refusal.fix, *UNDONE, late=late, **values)
 
 
@@ -185,7 +182,7 @@ ON_RANKS: dict[str, list[Row]] = {
 
 
 @pytest.mark.parametrize("layout", ON_RANKS)
-def test_ranks_make_the_stock_schedules_step(layout: str) -> None:
+def test_ranks_make_the_stock_schedules_step(layout):
     judge.check(layout, ON_RANKS[layout])
 
 
@@ -214,5 +211,5 @@ WRONG: dict[str, list[Row]] = {
 
 
 @pytest.mark.parametrize("layout", WRONG)
-def test_a_mistake_shows(layout: str) -> None:
+def test_a_mistake_shows(layout):
     judge.check(layout, WRONG[layout])

@@ -1,18 +1,14 @@
 """Rows of layers on CUDA graphs, whose launches are noted and launched again on the CPU."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from tests import judge
-from tests.cases import Row, row
+from tests.cases import row
 from tests.harness.one_rank import one_rank
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
@@ -39,5 +35,5 @@ ROWS = [
 
 
 @pytest.mark.parametrize("each", ROWS, ids=str)
-def test_a_step_on_graphs_is_the_stock_schedules(each: Row) -> None:
+def test_a_step_on_graphs_is_the_stock_schedules(each):
     assert judge.complaints(each) == []

@@ -49,10 +49,7 @@ def one_rank() -> Iterator[None]:
 
 
 def small_model(
-    name: str = "tiny-llama",
-    vocab: int = 64,
-    spec: dict[str, Any] | None = None,
-    **options: Any,
+    name: str = "tiny-llama", vocab: int = 64, spec: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """The one chunk of a preset with two layers, in fp64 and in DDP unless `options` differ.
 

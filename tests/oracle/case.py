@@ -122,10 +122,7 @@ AXES: dict[str, Axis] = {
     # What a forward step sets on the model for its microbatch, and what its loss is scaled by.
     "sets": Axis(
         ("nothing",),
-        (
-            *("slot", "number", "flag", "tensor", "buffer", "dict", "list", "object"),
-            "z_loss_coeff",
-        ),
+        (*("slot", "number", "flag", "tensor", "buffer", "dict", "list", "object"), "z_loss_coeff"),
     ),
     "scale": Axis(("none",), ("constant", "by_microbatch", "by_list_item")),
     # What a trainer does from its fourth step on.

@@ -3,12 +3,9 @@
 `python -m tests.oracle` runs thousands. What fails today is in known.py.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,7 +49,7 @@ TWO_RANKS = (
 )
 
 
-def _unexplained(case: Case, found: runner.Verdicts) -> list[str]:
+def _unexplained(case, found):
     """A line for every verdict that no table explains; with it the case can be run alone."""
     return [
         f"{case!r}\n    in mode {mode}: {verdict.what} {' '.join(verdict.kinds)} {verdict.why}"
@@ -61,21 +58,21 @@ def _unexplained(case: Case, found: runner.Verdicts) -> list[str]:
     ]
 
 
-def _run(*jobs: runner.Job) -> None:
+def _run(*jobs):
     failures = [
         line for job, found in runner.run(jobs, workers=2) for line in _unexplained(job.case, found)
     ]
     assert not failures, "\n".join(failures)
 
 
-def is_apart(case: Case) -> bool:
+def is_apart(case):
     """Whether a step is not shared with one of its values, or its session is like no other."""
     values = case.changes().items()
     return any(name in APART and (not APART[name] or value in APART[name])
                for name, value in values)  # fmt: skip
 
 
-def together() -> list[Case]:
+def together():
     """Trainers with as many values as go together and share; each value of `alone` is in one."""
     found: list[dict[str, str]] = []
     for case in alone():
@@ -93,7 +90,7 @@ def together() -> list[Case]:
 
 
 @pytest.mark.slow
-def test_values_that_share_are_exact_together() -> None:
+def test_values_that_share_are_exact_together():
     """A value that needs to be seen alone is one of APART."""
     failures = []
     for job, found in runner.run([runner.Job(case, MODES) for case in together()], workers=2):
@@ -104,7 +101,7 @@ def test_values_that_share_are_exact_together() -> None:
 
 
 @pytest.mark.slow
-def test_every_other_value_alone() -> None:
+def test_every_other_value_alone():
     """Which is not in a row of tests/test_cases_of_trainers.py. What known.py says of one fails
     just so; fixed? Then its line must go."""
     lines = {line.case: line for line in known.KNOWN if line.case.ranks == 1}
@@ -127,7 +124,7 @@ def test_every_other_value_alone() -> None:
 
 
 @pytest.mark.slow
-def test_pairs_of_values() -> None:
+def test_pairs_of_values():
     """Nothing ends or changes a step of mode auto, where most of these fall back. Seeds that come
     first cover the most pairs; HYPOTHESIS_PROFILE=search runs all."""
     cases = pairs.cases(every=bool(rounds(0, 1)))
@@ -136,7 +133,7 @@ def test_pairs_of_values() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.layout)
-def test_two_ranks(case: Case) -> None:
+def test_two_ranks(case):
     _run(runner.Job(settle(case), ("auto",)))
 
 
@@ -144,10 +141,10 @@ def test_two_ranks(case: Case) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_job_has_a_verdict(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_job_has_a_verdict(workers, monkeypatch):
     """Also one whose process dies, and those behind it."""
 
-    def told(case: Case, *_: object) -> runner.Verdicts:
+    def told(case, *_):
         if case.seed == 2:
             os._exit(3)
         return {"auto": Verdict(judge.EQUAL, (), str(case.seed))}
@@ -162,14 +159,14 @@ def test_every_job_has_a_verdict(workers: int, monkeypatch: pytest.MonkeyPatch) 
     }
 
 
-def test_a_seed_is_a_case_for_ever() -> None:
+def test_a_seed_is_a_case_for_ever():
     for seed in range(50):
         case = draw(seed)
         assert case == draw(seed) == eval(repr(case))  # noqa: S307  # as it is printed
         assert settle(case) == case
 
 
-def test_every_value_can_be() -> None:
+def test_every_value_can_be():
     """In some layout, alone and in seeds."""
     cases = [*alone(1), *alone(2)]
     drawn = [draw(seed, ranks) for ranks in DRAWN_LAYOUTS for seed in range(1500)]
@@ -179,13 +176,13 @@ def test_every_value_can_be() -> None:
             assert any(getattr(case, name) == value for case in drawn), (name, value)
 
 
-def test_sentences_stand_in_limits() -> None:
+def test_sentences_stand_in_limits():
     text = " ".join(LIMITS.read_text(encoding="utf-8").split())
     for line in known.PERMITTED:
         assert line.sentence in text, line.sentence
 
 
-def _call(**changes: object) -> Call:
+def _call(**changes):
     log = {"number": 0, "loss": torch.ones(()), "values": torch.ones(1, 3)}
     call = Call("train", [log], {"w": torch.ones(3)}, reads=[0], losses=[0], shared=True)
     for name, value in changes.items():
@@ -206,14 +203,14 @@ def _call(**changes: object) -> Call:
         ("auxiliary", {"auxiliary": {"z_loss": torch.ones(2)}}),
     ],
 )  # fmt: skip
-def test_the_judge_sees(kind: str, changes: dict[str, object]) -> None:
+def test_the_judge_sees(kind, changes):
     case = Case(0)
     assert judge.judge(case, "auto", [_call()], [_call()]).what == judge.EQUAL
     verdict = judge.judge(case, "auto", [_call()], [_call(**changes)])
     assert verdict.what == WRONG and kind in verdict.kinds
 
 
-def test_a_later_step_is_judged_as_sharply_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_step_is_judged_as_sharply_as_the_first(monkeypatch):
     """Nothing bounds this loss: scores of 200,000 in the third step, which amplify rounding, unless
     updates are clipped. Gradients of keys that are off in the twelfth digit are always wrong."""
     changes = {"head": "value", "labels": "absent", "loss": "token_sum", "scale": "constant"}
@@ -224,7 +221,7 @@ def test_a_later_step_is_judged_as_sharply_as_the_first(monkeypatch: pytest.Monk
         ours = judge.run(case, "on", stock)
         backward = math.attend_backward
 
-        def attend_backward(*args: Any) -> Any:
+        def attend_backward(*args):
             query_grad, key_grad, value_grad = backward(*args)
             return query_grad, key_grad * (1 + 1e-12), value_grad
 
@@ -237,7 +234,7 @@ def test_a_later_step_is_judged_as_sharply_as_the_first(monkeypatch: pytest.Monk
         assert verdict.why.startswith(f"call {number + 1}: ")
 
 
-def test_the_judge_of_exceptions_and_fallbacks() -> None:
+def test_the_judge_of_exceptions_and_fallbacks():
     case, boom = Case(0), {"raised": RuntimeError("x")}
     assert judge.judge(case, "auto", [_call()], [_call(**boom)]).what == ENDED
     assert judge.judge(case, "auto", [_call(**boom)], [_call(**boom)]).what == INVALID

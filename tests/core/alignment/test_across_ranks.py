@@ -1,14 +1,11 @@
 """Prompts whose rollouts are on several data-parallel ranks run once, with the stock schedule's
 losses and gradients."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -33,7 +30,7 @@ from tests.harness.trees import trie_size
 SMALL = "--groups 2 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
 
 
-def test_nothing_runs_twice_if_nothing_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_runs_twice_if_nothing_is_given_up(capsys):
     """What `plan` says, and the positions of one trie of the rollouts of both ranks."""
     options = ["--dp", "2", "--deal", "length", "--across-ranks", "on"]
     options += ["--groups", "3", "--max-tokens", "300", "--min-gain", "0", "--align", "1", "--json"]
@@ -52,7 +49,7 @@ def test_nothing_runs_twice_if_nothing_is_given_up(capsys: pytest.CaptureFixture
     assert found["executed_tokens"] == trie_size(rollouts)
 
 
-def test_what_cannot_cross_is_refused() -> None:
+def test_what_cannot_cross_is_refused():
     plan = next((REPOSITORY / "schedules").glob("*.csv"))
     options = f"--dp 2 --deal random --across-ranks on --prefix-plan {plan}"
     done = forked("align", "--rollouts", BUNDLED, *SMALL.split(), *options.split())
@@ -63,7 +60,7 @@ def test_what_cannot_cross_is_refused() -> None:
 CONFIG = PrefixConfig(min_gain=0, kernel="math", across_ranks="on")
 
 
-def unwrapped(config: PrefixConfig, says: Callbacks) -> tuple[int, bool, str]:
+def unwrapped(config, says):
     """A rank's step with a model in no wrapper: positions that crossed, whether its
     own gradients are the stock schedule's, and why nothing crossed. Their sums always are."""
     runtime.initialize(Layout(dp=2))
@@ -87,7 +84,7 @@ def unwrapped(config: PrefixConfig, says: Callbacks) -> tuple[int, bool, str]:
     return crossed, max(largest.values()) <= limit, report.why_alone
 
 
-def test_without_a_wrapper_prompts_cross_only_if_told() -> None:
+def test_without_a_wrapper_prompts_cross_only_if_told():
     auto = replace(CONFIG, across_ranks="auto")
     for crossed, is_stocks, why in run_ranks(2, unwrapped, auto, Callbacks()):
         assert (crossed, is_stocks) == (0, True)

@@ -1,12 +1,9 @@
 """Which context-parallel ranks decide together; steps are rows of tests/test_cases_on_ranks.py."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from megatron.core import parallel_state
 
@@ -31,7 +28,7 @@ class Decided(Exception):
     """Ends a step."""
 
 
-def decisions(budgets: list[float]) -> list[list[Any]]:
+def decisions(budgets):
     """For each budget of memory what all ranks decide, which share experts and have other trees."""
     layout = Layout(dp=2, cp=2, ep=4)
     runtime.initialize(layout)
@@ -43,13 +40,13 @@ def decisions(budgets: list[float]) -> list[list[Any]]:
     found: list[list[Any]] = []
     settle = MemoryControl.settle
 
-    def heard(control: Any, plan: Any, *more: Any) -> Any:
+    def heard(control, plan, *more):
         found.append([None] * 4)
         settle(control, plan, *more)
         torch.distributed.all_gather_object(found[-1], (control.gathers, plan.policies))
         raise Decided
 
-    MemoryControl.settle = heard  # type: ignore[method-assign]
+    MemoryControl.settle = heard
     for budget in budgets:
         config = PrefixConfig(
             min_gain=0, chunk_tokens=64, segment_tokens=256, memory="auto", memory_budget_gb=budget
@@ -59,7 +56,7 @@ def decisions(budgets: list[float]) -> list[list[Any]]:
     return found
 
 
-def test_ranks_that_share_experts_decide_alike() -> None:
+def test_ranks_that_share_experts_decide_alike():
     """Else one sends tokens to experts more often than another, which never ends."""
     budgets = np.geomspace(1e-3, 5e-2, 12).tolist()
     found = run_ranks(4, decisions, budgets)[0]
@@ -68,7 +65,7 @@ def test_ranks_that_share_experts_decide_alike() -> None:
     assert len({one[0][0] for one in found}) == 2, "there is nothing to decide"
 
 
-def test_a_sidecar_on_the_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sidecar_on_the_host_is_refused(capsys):
     arguments = "--groups 1 --max-tokens 64 --cp 2 --cache-host-layers 1 --set num_layers=1"
     assert main(["align", "--rollouts", str(BUNDLED), *arguments.split()]) == 2
     captured = capsys.readouterr()

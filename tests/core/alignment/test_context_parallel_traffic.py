@@ -1,10 +1,7 @@
 """What ranks of context parallelism send one another in a step, counted."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,6 @@ from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Forest
 from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.ranks import run_ranks
 
@@ -32,12 +28,12 @@ GROUPS = [*generate(2, 15, 34, 3, vocab_size=64, uneven=True, tree="turns", dept
 class Traffic(TorchDispatchMode):
     """Counts what this rank gives to the collectives of one group: by kind and elements."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group):
         super().__init__()
         self._name = group.group_name
         self.seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d" and self._name in _groups(args):
             kind = str(func)
             given = (
@@ -50,7 +46,7 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _groups(args: Any) -> list[str]:
+def _groups(args):
     found = []
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
@@ -61,15 +57,7 @@ def _groups(args: Any) -> list[str]:
     return found
 
 
-def expected_traffic(
-    forest: Forest,
-    program: list[tuple[str, int]],
-    num_layers: int,
-    width: int,
-    recompute: bool,
-    reduce: str,
-    num_local: int,
-) -> collections.Counter[tuple[str, torch.dtype, int]]:
+def expected_traffic(forest, program, num_layers, width, recompute, reduce, num_local):
     """K/V there and gK/gV back, a number a token of a scored segment, and the tokens once.
 
     Of the last layer of a segment without loss nobody reads the output: only K and V are there.
@@ -83,10 +71,10 @@ def expected_traffic(
     layout = payload_map(forest.segments, program, size, size if reduce == "wave" else 1)
     seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
 
-    def gather(rows: int, times: int) -> None:
+    def gather(rows, times):
         seen["allgather_base", torch.float64, rows * 2 * width] += times
 
-    def scatter(rows: int, times: int) -> None:
+    def scatter(rows, times):
         seen["reduce_scatter_base", torch.float64, size * rows * 2 * width] += times
 
     for index, segment in enumerate(forest.segments):
@@ -109,7 +97,7 @@ def expected_traffic(
     return seen
 
 
-def traffic(recompute: str, reduce: str, options: dict[str, int]) -> tuple[Any, Any]:
+def traffic(recompute, reduce, options):
     layout, model = Layout(cp=2), resolve("tiny-llama", num_layers=2).with_vocab(64)
     runtime.initialize(layout)
     chunks = build_model(model, layout=layout, dtype="float64", recompute=recompute)
@@ -139,8 +127,6 @@ PACKED: dict[str, int] = {}  # both trees in a segment a level
     ("recompute", "reduce", "options"),
     [("none", "segment", CHUNKED), ("full", "wave", PACKED)],
 )  # fmt: skip
-def test_only_keys_values_and_their_gradients_cross_ranks(
-    recompute: str, reduce: str, options: dict[str, int]
-) -> None:
+def test_only_keys_values_and_their_gradients_cross_ranks(recompute, reduce, options):
     for seen, expected in run_ranks(2, traffic, recompute, reduce, options):
         assert seen == expected

@@ -1,16 +1,11 @@
 """A rank that dies or hangs in the middle of a step ends the others, with a clear error."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,9 +29,7 @@ DEAD = 1
 SOON_S = 60.0  # of a loaded machine; gloo knows at once that a connection has closed
 
 
-def die_behind_the_third_segment(
-    self: SegmentInputs, model: Any, index: int, *others: Any, **options: Any
-) -> Any:
+def die_behind_the_third_segment(self, model, index, *others, **options):
     """Stands in for the model's call on the rank that dies: behind what crosses ranks first."""
     if index > 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,7 +39,7 @@ def die_behind_the_third_segment(
 stock_call = SegmentInputs.call
 
 
-def step_of(layout: Layout) -> Callable[[], Any]:
+def step_of(layout):
     """A rank's part of a step; data-parallel ranks send prompts to one another."""
     runtime.initialize(layout)
     groups, vocab = rollouts_of("several-groups")
@@ -59,15 +52,15 @@ def step_of(layout: Layout) -> Callable[[], Any]:
     return lambda: run_step(ours, Contract(), chunks, items)
 
 
-def step_until_death(layout: Layout) -> None:
+def step_until_death(layout):
     """A rank's part: one of them is killed behind its third forward."""
     step = step_of(layout)
     if dist.get_rank() == DEAD:
-        SegmentInputs.call = die_behind_the_third_segment  # type: ignore[method-assign]
+        SegmentInputs.call = die_behind_the_third_segment
     step()
 
 
-def lone_rank(rank: int, layout: Layout, folder: Path) -> None:
+def lone_rank(rank, layout, folder):
     """A rank that nobody watches; what it raised is in a file when it has ended."""
     world = str(layout.world_size)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world)
@@ -85,9 +78,7 @@ def lone_rank(rank: int, layout: Layout, folder: Path) -> None:
      (Layout(dp=2), "data-parallel", "the log of rank 1")],
     ids=["pp3", "prompts cross"],
 )  # fmt: skip
-def test_the_other_ranks_end_by_themselves(
-    tmp_path: Path, layout: Layout, who: str, text: str
-) -> None:
+def test_the_other_ranks_end_by_themselves(tmp_path, layout, who, text):
     begin = time.monotonic()
     ranks = [forked(lone_rank, rank, layout, tmp_path) for rank in range(layout.world_size)]
     try:
@@ -105,11 +96,11 @@ def test_the_other_ranks_end_by_themselves(
         assert text in error
 
 
-def run_out_of_memory(layout: Layout) -> str:
+def run_out_of_memory(layout):
     """A rank's part: memory runs out on one of them, and what each of them says of it."""
     step = step_of(layout)
     if dist.get_rank() == DEAD:
-        SidecarCache.take = no_memory  # type: ignore[method-assign]
+        SidecarCache.take = no_memory
     try:
         step()
     except (StepOutOfMemory, RuntimeError) as error:
@@ -117,13 +108,13 @@ def run_out_of_memory(layout: Layout) -> str:
     return "nothing"
 
 
-def no_memory(self: SidecarCache, layer: int, index: int) -> Any:
+def no_memory(self, layer, index):
     """Stands in for what a backward takes from the sidecar."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=3), Layout(dp=2)], ids=["pp3", "prompts cross"])
-def test_a_rank_without_memory_ends_the_step_of_all(layout: Layout) -> None:
+def test_a_rank_without_memory_ends_the_step_of_all(layout):
     """It does not go back alone: the others wait for its messages."""
     said = run_ranks(layout.world_size, run_out_of_memory, layout)
     assert said[DEAD].startswith("StepOutOfMemory: out of device memory: CUDA out of memory;")
@@ -139,7 +130,7 @@ def test_a_rank_without_memory_ends_the_step_of_all(layout: Layout) -> None:
 TIMEOUT = timedelta(seconds=3)
 
 
-def wait_for_a_silent_neighbour() -> tuple[str, float]:
+def wait_for_a_silent_neighbour():
     """Rank 0 waits for a gradient that rank 1, alive, never sends."""
     runtime.initialize(Layout(dp=2))
     group = dist.new_group([0, 1], timeout=TIMEOUT)
@@ -161,7 +152,7 @@ def wait_for_a_silent_neighbour() -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begin
 
 
-def stop_among_others(layout: Layout) -> None:
+def stop_among_others(layout):
     """A rank's part: one of them is stopped, as a debugger does it, while the others add up."""
     runtime.initialize(layout, message_timeout_minutes=TIMEOUT.total_seconds() / 60)
     if dist.get_rank() == DEAD:
@@ -169,7 +160,7 @@ def stop_among_others(layout: Layout) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_a_stopped_rank_is_noticed_and_named() -> None:
+def test_a_stopped_rank_is_noticed_and_named():
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(2, stop_among_others, Layout(dp=2), timeout_s=SOON_S)
@@ -177,7 +168,7 @@ def test_a_stopped_rank_is_noticed_and_named() -> None:
     assert re.search(r"\nrank 1 is stopped; kill -CONT \d+ would", str(caught.value))
 
 
-def limits(layout: Layout) -> set[Any]:
+def limits(layout):
     """A rank's part: the time limits of every process group, the pipeline's channels too."""
     runtime.initialize(layout, message_timeout_minutes=2.5)
     from megatron.core import parallel_state
@@ -189,11 +180,11 @@ def limits(layout: Layout) -> set[Any]:
     return {group._get_backend(cpu).options._timeout for group in every}
 
 
-def test_every_process_group_has_the_time_limit() -> None:
+def test_every_process_group_has_the_time_limit():
     assert run_ranks(4, limits, Layout(pp=2, tp=2)) == [{timedelta(minutes=2.5)}] * 4
 
 
-def test_a_silent_rank_is_given_up_after_the_timeout() -> None:
+def test_a_silent_rank_is_given_up_after_the_timeout():
     message, seconds = run_ranks(2, wait_for_a_silent_neighbour)[0]
     assert message.startswith("pipeline rank 0, waiting for B0 of pipeline rank 1")
     assert "A neighbour has failed" in message

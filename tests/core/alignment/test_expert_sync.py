@@ -5,8 +5,6 @@ step on one rank with all rollouts and all experts: with a per-token loss a sum 
 not ask who computed them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +24,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract, Microbatch
+from tests.harness.steps import Contract
 
 EP2 = Layout(dp=2, ep=2)
 PP2_EP2 = Layout(pp=2, dp=2, ep=2)
@@ -55,7 +53,7 @@ CASES = {
 }
 
 
-def items(sizes: tuple[int, ...], seed: int) -> list[Microbatch]:
+def items(sizes, seed):
     """One rank's microbatches: groups of uneven rollouts, some with a turn that two share."""
     draw, found = np.random.default_rng(seed), []
     for group, size in enumerate(sizes):
@@ -68,9 +66,7 @@ def items(sizes: tuple[int, ...], seed: int) -> list[Microbatch]:
     return found
 
 
-def gradients(
-    schedule: Any, layout: Layout, data: list[list[Microbatch]], case: Case
-) -> dict[str, torch.Tensor]:
+def gradients(schedule, layout, data, case):
     """This rank's reduced gradients after a step, by their name in the whole model."""
     layers, recompute = max(2, case.layout.pp * case.layout.vpp), case.recompute
     runtime.initialize(layout)
@@ -99,7 +95,7 @@ def gradients(
     return {name: parameter.main_grad.detach().clone() for name, parameter in pairs}
 
 
-def worst(case: Case) -> float:
+def worst(case):
     """Largest relative difference of a gradient from the reference, in units of the tolerance."""
     data = [items(sizes, seed) for seed, sizes in enumerate(case.groups)]
     every = [item for mine in data for item in mine]
@@ -118,14 +114,14 @@ def worst(case: Case) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_that_of_one_rank_with_everything(name: str) -> None:
+def test_a_step_is_that_of_one_rank_with_everything(name):
     assert worst(CASES[name]) <= 1.0
 
 
-def test_the_stock_schedule_with_unequal_numbers_is_refused() -> None:
+def test_the_stock_schedule_with_unequal_numbers_is_refused():
     data = [items(sizes, seed) for seed, sizes in enumerate(((4,), (3,)))]
 
-    def on_rank() -> None:
+    def on_rank():
         rank = runtime.initialize(EP2).rank
         spec = resolve("tiny-moe", num_layers=2).with_vocab(64)
         (model,) = build_model(spec, layout=EP2, dtype="float64")

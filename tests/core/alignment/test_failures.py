@@ -1,11 +1,8 @@
 """A step that fails leaves nothing behind, and the next one is exact, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +14,7 @@ from torch import Tensor
 
 from megatron_prefix.config import MEMORY_POLICIES
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.megatron.install import Hooks, install
+from megatron_prefix.megatron.install import install
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.read import suspend
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -25,11 +22,11 @@ from tests.harness import steps
 from tests.harness.arenas import Storages, offloaders, watch_arenas
 from tests.harness.failures import CONFIG, PLACES, Countdown, Fault, assert_same, items, raised, run
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.steps import Contract, Microbatch
+from tests.harness.steps import Contract
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         gc.collect()
         gc.freeze()  # what is here already does not concern the collector in these tests
@@ -44,23 +41,23 @@ class Watch:
     arenas: Storages
     outputs: list[weakref.ref[Tensor]]
 
-    def alive(self) -> tuple[int, int]:
+    def alive(self):
         """Numbers of K/V tensors and of outputs that are still there."""
         return self.arenas.num_alive, sum(ref() is not None for ref in self.outputs)
 
 
-def num_tensors() -> int:
+def num_tensors():
     """Tensors of this process that something still refers to."""
     gc.collect()
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+def watch(monkeypatch):
     found = Watch(Storages(), [])
     stock = SegmentInputs.call
 
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments, **options):
         output = stock(*arguments, **options)
         found.outputs.append(weakref.ref(output))
         return output
@@ -73,7 +70,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 # --- Where a step can fail ------------------------------------------------------------------------
 
 
-def assert_clean(hooks: Hooks, model: Any, watch: Watch) -> None:
+def assert_clean(hooks, model, watch):
     """Nothing of a step is left, without the help of the garbage collector."""
     assert hooks.current is None and suspend.running() is None
     assert "forward" not in vars(unwrap(model)) and "fork" not in vars(get_cuda_rng_tracker())
@@ -84,7 +81,7 @@ def assert_clean(hooks: Hooks, model: Any, watch: Watch) -> None:
 
 
 @pytest.fixture
-def no_collector() -> Iterator[None]:
+def no_collector():
     gc.collect()
     gc.disable()
     yield
@@ -95,7 +92,7 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.parametrize(("recompute", "memory"), [
     *(("none", memory) for memory in MEMORY_POLICIES), ("full", "recompute"),
 ])  # fmt: skip
-def test_a_step_that_succeeds_leaves_nothing(recompute: str, memory: str, watch: Watch) -> None:
+def test_a_step_that_succeeds_leaves_nothing(recompute, memory, watch):
     """Else the tests below would ask too much."""
     model = small_model(recompute=recompute)
     run(PrefixSchedule(replace(CONFIG, memory=memory)), model)
@@ -121,11 +118,11 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained() -> Callable[[str], Trained]:
+def trained():
     """By kind; a model that nothing is left on may fail again and again."""
 
     @functools.cache
-    def of(kind: str) -> Trained:
+    def of(kind):
         _, recompute, memory = KINDS[kind]
         model = small_model(recompute=recompute)
         schedule = PrefixSchedule(replace(CONFIG, memory=memory))
@@ -146,9 +143,7 @@ FAILURES = [(place, [*KINDS][number % 3]) for number, place in enumerate(PLACES)
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize(("place", "kind"), FAILURES)
-def test_a_failed_step_leaves_nothing(
-    place: str, kind: str, trained: Callable[[str], Trained], watch: Watch
-) -> None:
+def test_a_failed_step_leaves_nothing(place, kind, trained, watch):
     (error, _, memory), (inject, after) = KINDS[kind], PLACES[place]
     model, schedule, offloading, expected = trained(kind)
     hooks, before = install(model), num_tensors()
@@ -163,9 +158,7 @@ def test_a_failed_step_leaves_nothing(
     assert_clean(hooks, model, watch)
 
 
-def test_a_failure_of_forward_only_leaves_nothing(
-    trained: Callable[[str], Trained], watch: Watch
-) -> None:
+def test_a_failure_of_forward_only_leaves_nothing(trained, watch):
     model, schedule, _, expected = trained("a fault")
     with pytest.MonkeyPatch.context() as monkeypatch:
         inject, _ = PLACES["a later forward of a layer"]
@@ -176,9 +169,7 @@ def test_a_failure_of_forward_only_leaves_nothing(
     assert_same(run(schedule, model), expected)
 
 
-def test_timers_can_start_again_after_a_failure(
-    trained: Callable[[str], Trained], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timers_can_start_again_after_a_failure(trained, monkeypatch):
     model, schedule, _, expected = trained("a fault")
     timers = Timers(2, "minmax")
     monkeypatch.setattr(unwrap(model).config, "timers", timers)
@@ -197,14 +188,12 @@ def test_timers_can_start_again_after_a_failure(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_is_passed_on(
-    value: float, trained: Callable[[str], Trained]
-) -> None:
+def test_a_loss_that_is_not_finite_is_passed_on(value, trained):
     """Trainers skip such a step by what they see in loss and gradients; hiding it would train."""
     model, schedule, _, expected = trained("a fault")
 
     class Broken(Contract):
-        def loss_func(self, batch: Microbatch) -> Callable[..., Any]:
+        def loss_func(self, batch):
             if batch["uid"] == 1:
                 batch = {**batch, "weight": batch["weight"] * value}
             return Contract.loss_func(self, batch)

@@ -1,10 +1,7 @@
 """FP8 with scales of blocks: rows are the stock schedule's, gradients as near the exact ones."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from megatron_prefix.lab.cli.matrix import align_row
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.numerics import policy
-from megatron_prefix.lab.numerics.compare import Trace, Verdict
+from megatron_prefix.lab.numerics.compare import Verdict
 from megatron_prefix.lab.numerics.pooled import Errors
 from megatron_prefix.lab.rl import batches, packing
 from megatron_prefix.lab.rl.baseline import Baseline
@@ -31,13 +28,13 @@ ROWS = ("dense/CP2/tree/none", "moe/EP2/packed/none")
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_whole_segments_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_segments_change_nothing(name, monkeypatch):
     """In fp64, padded as for FP8."""
 
-    def rows(config: Any, sequence_ranks: int) -> int:
+    def rows(config, sequence_ranks):
         return 16 * sequence_ranks
 
-    def whole(config: Any, sequence_ranks: int, cp_size: int) -> int:
+    def whole(config, sequence_ranks, cp_size):
         return 16 * sequence_ranks * cp_size
 
     monkeypatch.setattr(precision, "row_multiple", rows)
@@ -51,20 +48,20 @@ def test_whole_segments_change_nothing(name: str, monkeypatch: pytest.MonkeyPatc
 Advantages = Callable[[np.random.Generator, int], np.ndarray]
 
 
-def _zero_sum(draw: np.random.Generator, num: int) -> np.ndarray:
+def _zero_sum(draw, num):
     values = draw.standard_normal(num)
     return values - values.mean()
 
 
-def _any(draw: np.random.Generator, num: int) -> np.ndarray:
+def _any(draw, num):
     return draw.standard_normal(num)
 
 
-def _of_one_sign(draw: np.random.Generator, num: int) -> np.ndarray:
+def _of_one_sign(draw, num):
     return 1 + 0.1 * draw.standard_normal(num)
 
 
-def _items(advantages: Advantages, seed: int, recipe: fp8.Recipe = fp8.BLOCKWISE) -> list[Any]:
+def _items(advantages, seed, recipe=fp8.BLOCKWISE):
     draw = np.random.default_rng(seed)
     items = []
     for group in generate(2, 140, 23, 7, vocab_size=64, seed=seed):
@@ -84,9 +81,7 @@ class Ran:
         traces: of the last step: stock, ours, without FP8.
     """
 
-    def __init__(
-        self, advantages: Advantages, limit: float, recipe: fp8.Recipe, draws: int = 3
-    ) -> None:
+    def __init__(self, advantages, limit, recipe, draws=3):
         self._model = small_model(spec={"hidden_size": 128, "ffn_hidden_size": 256})
         self.ours = PrefixSchedule(PrefixConfig(mode="on", min_gain=0, kernel="math"))
         errors, squares = Errors(limit), dict[str, list[np.ndarray]]()
@@ -106,12 +101,12 @@ class Ran:
         sums = [np.sqrt(sum(each)) for each in squares.values()]
         self.ratios = [ours / stock for stock, ours in sums]
 
-    def _step(self, schedule: Any, items: Sequence[Any]) -> Trace:
+    def _step(self, schedule, items):
         return align.run_step(schedule, [self._model], items, optimize=False)
 
 
-def _between(one: Trace, other: Trace) -> float:
-    return float((one.logprobs - other.logprobs).abs().max())  # type: ignore[operator]
+def _between(one, other):
+    return float((one.logprobs - other.logprobs).abs().max())
 
 
 LIMITS = {
@@ -123,9 +118,7 @@ ERRORS = [("zero sum", "blockwise"), ("of one sign", "mxfp8")]
 
 
 @pytest.mark.parametrize(("kind", "name"), ERRORS)
-def test_errors_are_within_the_policy(
-    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_within_the_policy(kind, name, monkeypatch):
     (advantages, limit), recipe = LIMITS[kind], RECIPES[name]
     with one_rank():
         change_rank(monkeypatch, whole=recipe.least, rows=recipe.least)
@@ -140,7 +133,7 @@ def test_errors_are_within_the_policy(
     assert all(not one.padded_length % recipe.least for one in report.forest.segments)
 
 
-def test_rows_that_are_not_whole_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_whole_are_noticed(monkeypatch):
     """As transformer-engine asserts them: of segments, and of what their last layer reads."""
     least = fp8.BLOCKWISE.least
     for field in ("whole", "rows"):
@@ -152,7 +145,7 @@ def test_rows_that_are_not_whole_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
                 align.run_step(ours, [model], _items(_any, 0), optimize=False)
 
 
-def test_blocks_are_rounded_apart() -> None:
+def test_blocks_are_rounded_apart():
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(40, 256, generator=draw, dtype=torch.float64)
     x[20] *= 1 << 12  # scales are powers of two, which change only what they make too small

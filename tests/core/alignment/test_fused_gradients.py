@@ -1,16 +1,11 @@
 """Weight gradients that a kernel adds to main_grad itself, and several updates on one batch."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers
-from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.megatron.stock import stock_schedule
@@ -29,13 +24,13 @@ class Kernel(ModuleType):
 
     calls = 0
 
-    def wgrad_gemm_accum_fp32(self, inputs: Tensor, gradient: Tensor, main: Tensor) -> None:
+    def wgrad_gemm_accum_fp32(self, inputs, gradient, main):
         self.calls += 1
         main.add_(gradient.t() @ inputs)
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+def kernel(monkeypatch):
     made = Kernel(NAME)
     monkeypatch.setitem(sys.modules, NAME, made)
     monkeypatch.setattr(layers, NAME, made, raising=False)
@@ -44,7 +39,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
         yield made
 
 
-def updates(schedule: Any, **options: Any) -> list[dict[str, Tensor]]:
+def updates(schedule, **options):
     """Gradients of three updates on the same microbatches."""
     overrides = {"gradient_accumulation_fusion": True}
     model = small_model(dtype=torch.float32, config_overrides=overrides, **options)
@@ -69,11 +64,11 @@ def updates(schedule: Any, **options: Any) -> list[dict[str, Tensor]]:
      ({"memory": "retain", "graph_tokens": 32}, True)],
 )  # fmt: skip
 def test_a_kernel_that_adds_to_main_grad(
-    kernel: Kernel,
-    kept: dict[str, Any],
-    overlaps: bool,
-    recorded_graphs: type[RecordedGraph],  # noqa: F811
-) -> None:
+    kernel,
+    kept,
+    overlaps,
+    recorded_graphs,  # noqa: F811
+):
     options = {"overlap_grad_reduce": overlaps, "bucket_size": 1}
     config = PrefixConfig(min_gain=0, kernel="math", segment_tokens=8, chunk_tokens=8, **kept)
     wanted = updates(stock_schedule(), **options)

@@ -1,8 +1,5 @@
 """YaRN's scale of queries and keys with apply_rope_fusion, as this release has it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,21 +27,19 @@ FORMS: dict[str, tuple[Contract, list[Any]]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels(monkeypatch):
     """transformer-engine's take no scale."""
 
-    def of_rows(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> Any:
+    def of_rows(t, freqs, interleaved=False):
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=interleaved)
 
-    def of_packs(
-        t: torch.Tensor, cu_seqlens: Any, freqs: torch.Tensor, cp_size: int, cp_rank: int
-    ) -> Any:
+    def of_packs(t, cu_seqlens, freqs, cp_size, cp_rank):
         sizes = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
         parts = [of_rows(one[:, None], freqs[: len(one)])[:, 0] for one in t.split(sizes)]
         return torch.cat(parts)
@@ -53,13 +48,13 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", of_packs)
 
 
-def model_of(fused: bool = True, **options: Any) -> Any:
+def model_of(fused=True, **options):
     model = small_model("tiny-gpt-oss", spec={"num_moe_experts": None}, **options)
     unwrap(model).config.apply_rope_fusion = fused
     return model
 
 
-def worst(form: str, expected: steps.Reference) -> float:
+def worst(form, expected):
     contract, data = FORMS[form]
     model = model_of()
     ours = PrefixSchedule(PrefixConfig(min_gain=0, kernel="math", chunk_tokens=7))
@@ -77,7 +72,7 @@ def worst(form: str, expected: steps.Reference) -> float:
 
 @pytest.mark.filterwarnings("ignore:mscale")
 @pytest.mark.parametrize("form", FORMS)
-def test_segments_are_scaled_as_the_calls_are(form: str) -> None:
+def test_segments_are_scaled_as_the_calls_are(form):
     contract, data = FORMS[form]
     expected = steps.plain(model_of(wrap_ddp=False), contract, data)
     assert worst(form, expected) <= EXACT
@@ -88,11 +83,11 @@ def test_segments_are_scaled_as_the_calls_are(form: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:mscale")
 @pytest.mark.skipif(fused_yarn.packs_are_scaled(), reason="this release scales packs")
-def test_packs_and_rows_in_one_step_are_refused() -> None:
+def test_packs_and_rows_in_one_step_are_refused():
     model, ours = model_of(), PrefixSchedule(PrefixConfig(min_gain=0, kernel="math"))
     number = iter(range(2))
 
-    def step(iterator: Any, model: Any) -> Any:
+    def step(iterator, model):
         return (Packed() if next(number) else Contract()).step(iterator, model)
 
     with pytest.raises(CannotShare) as caught:
@@ -101,7 +96,7 @@ def test_packs_and_rows_in_one_step_are_refused() -> None:
 
 
 @pytest.mark.skipif(fused_yarn.packs_are_scaled(), reason="this release scales packs")
-def test_an_attention_of_another_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_of_another_forward_is_refused(monkeypatch):
     model = unwrap(model_of())
     part = table.payload_parts(model)[0]
     assert part.kind is not None

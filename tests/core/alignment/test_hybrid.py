@@ -1,11 +1,8 @@
 """GatedDeltaNet and Mamba2 under the prefix schedule in fp64, against plain autograd."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import megatron.core
@@ -43,7 +40,7 @@ class Family(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def families() -> Iterator[dict[str, Family]]:
+def families():
     with one_rank():
         made = {}
         for name in (GDN, MAMBA):
@@ -54,9 +51,7 @@ def families() -> Iterator[dict[str, Family]]:
         made.clear()
 
 
-def test_a_rule_that_is_called_by_keywords(
-    families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_that_is_called_by_keywords(families, monkeypatch):
     """As GatedDeltaNet of Megatron-Core 0.20 does; releases before it give inputs by position."""
     kind = next(type(m) for m in families[GDN].model.modules() if type(m).__name__ in KERNELS_OF)
     source = textwrap.dedent(inspect.getsource(kind.forward))
@@ -70,16 +65,14 @@ def test_a_rule_that_is_called_by_keywords(
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
-def test_full_recomputation_is_predicted_where_it_happens(
-    families: dict[str, Family], name: str
-) -> None:
+def test_full_recomputation_is_predicted_where_it_happens(families, name):
     """Mamba's decoder runs its layers once whatever the option says, before megatron-core 0.18."""
     calls, waves = [], []
     for recompute in ("none", "full"):
         model = hybrid.model_of(name, recompute=recompute)
         calls.append(0)
 
-        def count(*_: Any) -> None:
+        def count(*_):
             calls[-1] += 1
 
         for module in model.modules():
@@ -94,28 +87,28 @@ def test_full_recomputation_is_predicted_where_it_happens(
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def _deterministic(model: Any) -> tuple[Any, str, Any]:
+def _deterministic(model):
     return model.config, "deterministic_mode", True
 
 
-def _gdn_of_context_parallel(model: Any) -> tuple[Any, str, Any]:
+def _gdn_of_context_parallel(model):
     return model.config, "context_parallel_size", 2
 
 
-def _other_path(model: Any) -> tuple[Any, str, Any]:
+def _other_path(model):
     return model.decoder.layers[0].mixer, "use_mem_eff_path", False
 
 
-def _unknown_symbols(model: Any) -> tuple[Any, str, Any]:
+def _unknown_symbols(model):
     return model, "hybrid_layer_pattern", "M*|D-|+M"  # this stage has none of them
 
 
-def _another_forward(model: Any) -> tuple[Any, str, Any]:
+def _another_forward(model):
     module = model.decoder.layers[0].self_attention
     return module, "forward", lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
 
 
-def _another_mixer(model: Any) -> tuple[Any, str, Any]:
+def _another_mixer(model):
     return model.decoder.layers[0], "mixer", torch.nn.Identity()
 
 
@@ -131,13 +124,7 @@ def _another_mixer(model: Any) -> tuple[Any, str, Any]:
         (MAMBA, _another_mixer, "layer 0's mixer Identity: use Megatron's own"),
     ],
 )
-def test_refused_by_name(
-    families: dict[str, Family],
-    name: str,
-    change: Callable[[Any], tuple[Any, str, Any]],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_refused_by_name(families, name, change, message, monkeypatch):
     model = unwrap(hybrid.model_of(name, wrap_ddp=False))
     if change is _gdn_of_context_parallel:
         monkeypatch.setattr(megatron.core, "__version__", "0.17.1")
@@ -149,12 +136,7 @@ def test_refused_by_name(
 
 
 @pytest.mark.parametrize(("name", "change"), [(GDN, _deterministic), (MAMBA, _other_path)])
-def test_options_that_change_between_steps_are_refused(
-    families: dict[str, Family],
-    name: str,
-    change: Callable[[Any], tuple[Any, str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_options_that_change_between_steps_are_refused(families, name, change, monkeypatch):
     """Megatron reads them in every forward."""
     model = hybrid.model_of(name)
     assert hybrid.worst(model, families[name].expected) <= EXACT
@@ -170,9 +152,7 @@ def test_options_that_change_between_steps_are_refused(
     assert hybrid.worst(model, families[name].expected) <= EXACT
 
 
-def test_a_layer_that_bypasses_the_replaced_kernels_fails(
-    families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_bypasses_the_replaced_kernels_fails(families, monkeypatch):
     """As a release might under an option that is not refused yet."""
     model, _, expected = families[GDN]
     monkeypatch.setattr(features, "option_refusals", lambda *_: ())
@@ -183,9 +163,7 @@ def test_a_layer_that_bypasses_the_replaced_kernels_fails(
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
-def test_a_reference_calls_no_kernels(
-    families: dict[str, Family], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_calls_no_kernels(families, name, monkeypatch):
     """Its layers have the definition; those of every other model keep theirs."""
     _, twin, expected = families[name]
     reference = hybrid.model_of(name, wrap_ddp=False)
@@ -199,7 +177,7 @@ def test_a_reference_calls_no_kernels(
         steps.plain(twin, Contract(), hybrid.items())
 
 
-def _take_kernels(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _take_kernels(model, patch):
     """From the recurrent layers of a model, wherever Megatron's release keeps them."""
     for _, module in table.payload_parts(language_model(model)):
         method = KERNELS_OF.get(type(module).__name__)

@@ -1,9 +1,5 @@
 """GatedDeltaNet and Mamba2 in bfloat16: the error against fp32, beside the stock schedule's."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -16,13 +12,13 @@ from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_rank import one_rank
 
 
-def trace(schedule: Any, model: Any, seed: int) -> Trace:
+def trace(schedule, model, seed):
     logs, gradients = one_group.run(schedule, model, data=steps.group(seed, 4))
     return Trace(torch.stack([log["sum"].double() for log in logs]), gradients)
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
-def test_no_further_from_fp32_than_the_stock_schedule(name: str) -> None:
+def test_no_further_from_fp32_than_the_stock_schedule(name):
     with one_rank():
         model = hybrid.model_of(name, dtype=torch.bfloat16)
         exact = hybrid.model_of(name, dtype=torch.float32)
@@ -32,7 +28,7 @@ def test_no_further_from_fp32_than_the_stock_schedule(name: str) -> None:
         for seed in range(4):
             expected, truth = (trace(stock, chunk, seed) for chunk in (model, exact))
             errors.add(expected, trace(ours, model, seed), truth)
-            forest = ours.report.forest  # type: ignore[union-attr]
+            forest = ours.report.forest
             assert forest.executed_tokens < forest.raw_tokens
     verdict = errors.judged(Verdict(0.0, 0.0, 0.0, 0.0, None))
     assert verdict.passed, verdict.failures

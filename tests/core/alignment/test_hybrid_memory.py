@@ -1,14 +1,10 @@
 """What recurrent layers save for backward, measured, and where their states are in a step."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
@@ -28,12 +24,12 @@ FAMILIES = pytest.mark.parametrize("name", [GDN, MAMBA])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
-def step(model: Any, items: list[steps.Microbatch] | None = None, **fields: Any) -> tuple[int, Any]:
+def step(model, items=None, **fields):
     """The most bytes that autograd holds in a step, and the step's report."""
     inner = unwrap(model)
     count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
@@ -51,9 +47,7 @@ SAVED = [(name, recompute, memory) for name in SPECS for recompute in ("none", "
 
 
 @pytest.mark.parametrize(("name", "recompute", "memory"), SAVED)
-def test_saved_bytes_are_those_that_were_predicted(
-    name: str, recompute: str, memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_bytes_are_those_that_were_predicted(name, recompute, memory, monkeypatch):
     """Within 6%, with spans of all lengths."""
     model = hybrid.model_of(name, spec=SPECS[name], dtype=torch.float32, recompute=recompute)
     saving_kernels.install(monkeypatch, model)
@@ -67,7 +61,7 @@ def test_saved_bytes_are_those_that_were_predicted(
 
 
 @FAMILIES
-def test_layers_on_the_host_are_those_that_are_predicted(name: str) -> None:
+def test_layers_on_the_host_are_those_that_are_predicted(name):
     """One account of bytes for K/V and states, here and there."""
     model = hybrid.model_of(name, spec=SPECS[name], dtype=torch.float32)
     (_, here), (_, some), (_, there) = (step(model, cache_host_layers=n) for n in (0, 2, 9))
@@ -93,12 +87,12 @@ WAYS: dict[str, dict[str, Any]] = {
 class Watch:
     """The memory of a step's arenas, the sidecars, and what takes tensors to the host."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch):
         self.arenas = Storages()
         self.caches: list[SidecarCache] = []
         made = SidecarCache.__init__
 
-        def known(cache: Any, *args: Any) -> None:
+        def known(cache, *args):
             self.caches.append(cache)
             made(cache, *args)
 
@@ -106,7 +100,7 @@ class Watch:
         self.offloaders = offloaders(patch)
         patch.setattr(SidecarCache, "__init__", known)
 
-    def check(self, saved: SavedBytes) -> None:
+    def check(self, saved):
         """Nothing is left, without the help of the garbage collector."""
         assert self.arenas.seen and not self.arenas.num_alive
         for cache in self.caches:
@@ -131,13 +125,13 @@ LEFT = [(GDN, "capture", "recompute, host"), (MAMBA, "capture", "offload, host")
 
 
 @pytest.mark.parametrize(("name", "place", "way"), LEFT)
-def test_nothing_is_left(name: str, place: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left(name, place, way, monkeypatch):
     """Of a step that fails in a forward or a backward, and of the next, which is the same as ever:
     states, host memory, saved tensors."""
     model = hybrid.model_of(name)
     ours, saved = schedule_with(**WAYS[way]), SavedBytes(set())
 
-    def run() -> dict[str, Tensor]:
+    def run():
         steps.zero_gradients(model)
         with saved.counting():
             steps.call(ours, Contract().step, model, hybrid.items())

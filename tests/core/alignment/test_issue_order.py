@@ -5,23 +5,20 @@ and what ranks tell one another: where two ranks have two orders of two of these
 the other on a GPU.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from megatron_prefix.lab.data.generate import generate
-from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.runtime import Layout
 from tests.core.alignment.test_overlap import NO_AUX, SHARDED, VOCAB, Job, alone, trees
 from tests.harness.issue_order import Issued, recorded, why_not_ending
 from tests.harness.ranks import run_ranks
 
 
-def unlike(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
+def unlike(number, rank, spec, layout):
     """Trees of other depths and sizes on every rank and in every step; some share nothing."""
     shape = (number + rank) % 3
     seed = 10 * number + rank
@@ -43,14 +40,14 @@ JOBS: dict[str, tuple[Job, Callable[..., Any], str]] = {
 }  # fmt: skip
 
 
-def issued(job: Job, data: Callable[..., Any], turns: str) -> list[list[list[Issued]]]:
+def issued(job, data, turns):
     """Per rank what it issues in each step."""
 
-    def on_rank() -> list[list[Issued]]:
+    def on_rank():
         steps: list[list[Issued]] = []
 
         @contextmanager
-        def around(*_: Any) -> Iterator[None]:
+        def around(*_):
             steps.append([])
             with recorded(steps[-1]):
                 yield
@@ -62,7 +59,7 @@ def issued(job: Job, data: Callable[..., Any], turns: str) -> list[list[list[Iss
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_ranks_have_one_order(name: str) -> None:
+def test_ranks_have_one_order(name):
     ranks = issued(*JOBS[name])
     for number, step in enumerate(zip(*ranks, strict=True)):
         assert why_not_ending(step) == "", f"step {number}"
@@ -70,7 +67,7 @@ def test_ranks_have_one_order(name: str) -> None:
     assert "all_reduce" in kinds and len(kinds) > 20
 
 
-def test_two_orders_are_noticed() -> None:
+def test_two_orders_are_noticed():
     reduced, exchanged = Issued("all_reduce", "1", (0, 1)), Issued("all_to_all", "2", (0, 1))
     assert why_not_ending([[reduced, exchanged], [reduced, exchanged]]) == ""
     assert "deadlock: rank 0 at 0: all_reduce" in why_not_ending(

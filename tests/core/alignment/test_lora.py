@@ -1,7 +1,5 @@
 """What frozen layers beside adapters cost; steps with adapters are rows of the table of cases."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -17,7 +15,7 @@ from tests.harness.one_rank import one_rank, small_model
 from tests.oracle.model import AROUND
 
 
-def test_frozen_weights_cost_half_a_backward_and_get_no_gradient() -> None:
+def test_frozen_weights_cost_half_a_backward_and_get_no_gradient():
     """A frozen weight has no gradient: its backward is one product, and not two."""
     with one_rank(), AROUND["adapted"](mock.Mock()):
         model, ours = small_model(), schedule_with()
@@ -32,7 +30,7 @@ def test_frozen_weights_cost_half_a_backward_and_get_no_gradient() -> None:
         assert parameter.requires_grad or parameter.grad is None
 
 
-def test_adapters_are_entered_where_layers_run_again() -> None:
+def test_adapters_are_entered_where_layers_run_again():
     """The reference keeps everything: with all layers recomputed, and an input without gradient
     before them, Megatron's own backward does not enter them, and adapters get zeros."""
     found = []

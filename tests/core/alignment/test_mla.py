@@ -1,9 +1,6 @@
 """Multi-latent attention under the prefix schedule in fp64, against plain autograd."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,17 +23,17 @@ RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["mla_u
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
-def model_of(fields: dict[str, Any], **options: Any) -> Any:
+def model_of(fields, **options):
     """Equal arguments give equal weights."""
     return small_model("tiny-deepseek", spec={**DENSE, **fields}, **options)
 
 
-def test_a_backward_casts_as_its_forward_did() -> None:
+def test_a_backward_casts_as_its_forward_did():
     """The projection of latents runs there again, under autocast as before."""
     with torch.autocast("cpu", torch.bfloat16):
         found = core.autocast_now("cpu")
@@ -47,15 +44,15 @@ def test_a_backward_casts_as_its_forward_did() -> None:
 
 
 @functools.cache
-def expected() -> steps.Reference:
+def expected():
     """By plain autograd."""
     return steps.plain(model_of({}, wrap_ddp=False), Contract(), hybrid.items())
 
 
-def test_frozen_weights() -> None:
+def test_frozen_weights():
     """Under a frozen projection latents have a gradient and its weights have none."""
 
-    def freeze(model: Any) -> Any:
+    def freeze(model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("linear_kv_up_proj" not in name and "embedding" not in name)
         return model
@@ -72,7 +69,7 @@ def test_frozen_weights() -> None:
 
 @pytest.mark.parametrize("fields", [{"q_lora_rank": None, "qk_layernorm": False},
                                     {"v_head_dim": 28}])  # fmt: skip
-def test_saved_bytes_are_those_that_were_predicted(fields: dict[str, Any]) -> None:
+def test_saved_bytes_are_those_that_were_predicted(fields):
     model = model_of(fields, dtype=torch.float32)
     for memory, within in (("retain", 0.03), ("recompute", 0.06)):
         for options in ({"chunk_tokens": 7}, {}):
@@ -81,12 +78,12 @@ def test_saved_bytes_are_those_that_were_predicted(fields: dict[str, Any]) -> No
             assert report.memory.saved == pytest.approx(found, rel=within), (memory, options)
 
 
-def test_up_projections_that_are_recomputed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_projections_that_are_recomputed_are_not_kept(monkeypatch):
     """Megatron frees queries, keys and values between forward and backward, and so do segments."""
     kept: list[Any] = []
     attention = core.segment_attention
 
-    def watched(query: Any, key: Any, value: Any, context: Any, *more: Any) -> Any:
+    def watched(query, key, value, context, *more):
         sizes = [one.untyped_storage().nbytes() for before in kept for one in before]
         assert context.backward or not any(sizes)
         kept.append((query, key, value))
@@ -98,7 +95,7 @@ def test_up_projections_that_are_recomputed_are_not_kept(monkeypatch: pytest.Mon
     assert kept
 
 
-def test_work_is_that_of_the_projections() -> None:
+def test_work_is_that_of_the_projections():
     """DeepSeek-V3's: an ancestor's position costs as much as 410 pairs."""
     spec = resolve(
         "tiny-deepseek", **{**DENSE, "num_attention_heads": 128, "num_query_groups": 128},
@@ -116,7 +113,7 @@ def test_work_is_that_of_the_projections() -> None:
     assert {*weights} == {MLA().parameters(resolve("tiny-deepseek", **DENSE))}
 
 
-def test_latents_without_their_own_rotary_embedding_are_refused() -> None:
+def test_latents_without_their_own_rotary_embedding_are_refused():
     model = model_of({})
     del language_model(model).decoder.layers[1].self_attention.rotary_pos_emb
     with pytest.raises(CannotShare, match="rotary embedding of the model, which its latents have"):
@@ -124,10 +121,10 @@ def test_latents_without_their_own_rotary_embedding_are_refused() -> None:
     assert installed(model) is None
 
 
-def test_equal_rotary_embeddings_have_one_table() -> None:
+def test_equal_rotary_embeddings_have_one_table():
     model = model_of({})
     assert hybrid.worst(model, expected()) <= EXACT
-    rotary = installed(model).rotary  # type: ignore[union-attr]
+    rotary = installed(model).rotary
     assert (
         len(rotary.modules) == DENSE["num_layers"]
         and len({id(t) for t, _ in rotary.tables.values()}) == 1
@@ -138,7 +135,7 @@ def test_equal_rotary_embeddings_have_one_table() -> None:
         last.inv_freq_extra = 2 * last.inv_freq_extra
         last.inv_freq_inter = 2 * last.inv_freq_inter
         last.forward.cache_clear() if hasattr(last.forward, "cache_clear") else None
-        type(last).forward.cache_clear()  # type: ignore[attr-defined]
+        type(last).forward.cache_clear()
     changed = steps.plain(twin, Contract(), hybrid.items())
     assert hybrid.worst(model, expected()) > 1e-3
     assert hybrid.worst(model, changed) <= EXACT

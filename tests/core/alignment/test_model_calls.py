@@ -1,8 +1,6 @@
 """Model calls on several ranks that end, or that ranks with unequal memory make; those of every
 form are rows of the table of cases."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -41,7 +39,7 @@ class Case:
     forward_only: bool = False
 
 
-def built(case: Case, layout: Layout) -> list[Any]:
+def built(case, layout):
     """Model chunks with one layer each, in fp64, for messages of any length."""
     layers = max(2, layout.pp * layout.vpp)
     spec = resolve(case.model, num_layers=layers, **case.spec).with_vocab(VOCAB)
@@ -51,13 +49,7 @@ def built(case: Case, layout: Layout) -> list[Any]:
     )  # fmt: skip
 
 
-def compare_with(
-    case: Case,
-    layout: Layout,
-    chunks: list[Any],
-    trainer: type[Trainer],
-    callbacks: Callbacks = CALLBACKS,
-) -> None:
+def compare_with(case, layout, chunks, trainer, callbacks=CALLBACKS):
     """The same, of a model and a kind of trainer that are given."""
     from megatron.core import parallel_state
 
@@ -85,7 +77,7 @@ def compare_with(
 # What falls back, fails or is refused -------------------------------------------------------------
 
 
-def with_unequal_memory(layout: Layout) -> list[int]:
+def with_unequal_memory(layout):
     """Lengths of the segments of a step on a rank whose memory is not that of the others."""
     runtime.initialize(layout)
     case = Case(Form(pad=4) if layout.cp > 1 else Form())
@@ -104,12 +96,12 @@ def with_unequal_memory(layout: Layout) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2), Layout(pp=2)], ids=str)
-def test_ranks_with_unequal_memory_choose_one_length_of_segments(layout: Layout) -> None:
+def test_ranks_with_unequal_memory_choose_one_length_of_segments(layout):
     first, *others = run_ranks(layout.world_size, with_unequal_memory, layout)
     assert others == [first] and max(first) < 200
 
 
-def step_without_data(rank: int) -> tuple[str, str, bool]:
+def step_without_data(rank):
     """What a rank of two says when `rank` cannot read, and whether the next step is exact."""
     layout = Layout(pp=2)
     runtime.initialize(layout)
@@ -118,7 +110,7 @@ def step_without_data(rank: int) -> tuple[str, str, bool]:
     schedule = PrefixSchedule(CONFIG)
     trainer = Trainer(form, 0, layout)
     if torch.distributed.get_rank() == rank:
-        trainer.batches[2] = None  # type: ignore[call-overload]
+        trainer.batches[2] = None
     found = "", ""
     try:
         run_step(schedule, trainer, chunks)
@@ -134,7 +126,7 @@ def step_without_data(rank: int) -> tuple[str, str, bool]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stage_that_cannot_read_its_data_ends_the_step_on_all(rank: int) -> None:
+def test_a_stage_that_cannot_read_its_data_ends_the_step_on_all(rank):
     found = run_ranks(2, step_without_data, rank)
     kind, message, exact = found[rank]
     assert (kind, exact) == ("TypeError", True)
@@ -142,7 +134,7 @@ def test_a_stage_that_cannot_read_its_data_ends_the_step_on_all(rank: int) -> No
     assert found[1 - rank] == ("StepFailed", reason, True)
 
 
-def under_autocast() -> list[bool]:
+def under_autocast():
     """Whether the decoder of a stage ran under the forward step's autocast, call by call."""
     layout = Layout(pp=2)
     runtime.initialize(layout)
@@ -154,16 +146,16 @@ def under_autocast() -> list[bool]:
     trainer = Trainer(Form(pad=2), 0, layout)
     stock = trainer.step
 
-    def step(iterator: Any, model: Any) -> Any:
+    def step(iterator, model):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return stock(iterator, model)
 
-    trainer.step = step  # type: ignore[method-assign]
+    trainer.step = step
     run_step(PrefixSchedule(CONFIG), trainer, chunks, forward_only=True)
     runtime.shutdown()
     return seen
 
 
-def test_segments_run_under_the_calls_autocast_on_every_stage() -> None:
+def test_segments_run_under_the_calls_autocast_on_every_stage():
     for seen in run_ranks(2, under_autocast):
         assert seen and all(seen)

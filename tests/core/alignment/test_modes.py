@@ -1,9 +1,6 @@
 """The modes of the function that stands in for Megatron's, and what it reports."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,13 +18,13 @@ from tests.harness.predicted import predicted_bytes
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
-def test_mode_off_is_megatrons_schedule() -> None:
-    def unasked(call: Any) -> Any:
+def test_mode_off_is_megatrons_schedule():
+    def unasked(call):
         raise AssertionError("nobody may look at the calls")
 
     model, twin = small_model(), small_model()
@@ -36,7 +33,7 @@ def test_mode_off_is_megatrons_schedule() -> None:
     assert schedule.report is None and installed(model) is None
 
 
-def test_mode_observe_runs_stock_and_says_what_would_be_saved() -> None:
+def test_mode_observe_runs_stock_and_says_what_would_be_saved():
     model, twin = small_model(), small_model()
     schedule = schedule_with(mode="observe")
     assert_bitwise(run(schedule, model), run(stock_schedule(), twin))
@@ -48,7 +45,7 @@ def test_mode_observe_runs_stock_and_says_what_would_be_saved() -> None:
     assert report.fallback_count == 0
 
 
-def test_mode_auto_falls_back_loudly(caplog: pytest.LogCaptureFixture) -> None:
+def test_mode_auto_falls_back_loudly(caplog):
     model, twin = small_model(), small_model()
     schedule = schedule_with(mode="auto", min_speedup=3.2)
     expected = run(stock_schedule(), twin)
@@ -67,7 +64,7 @@ def test_mode_auto_falls_back_loudly(caplog: pytest.LogCaptureFixture) -> None:
     assert installed(model) is None
 
 
-def test_a_step_without_sharing_gets_no_tree(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_sharing_gets_no_tree(caplog):
     """Its first positions tell; in the other modes everything is planned as ever."""
     model, twin = small_model(), small_model()
     auto, on = schedule_with(mode="auto"), schedule_with()
@@ -91,7 +88,7 @@ def test_a_step_without_sharing_gets_no_tree(caplog: pytest.LogCaptureFixture) -
     assert [report.decision.reason in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_budget_that_sharing_exceeds_is_kept_by_stock() -> None:
+def test_a_budget_that_sharing_exceeds_is_kept_by_stock():
     """One that it keeps to is no reason, and without gradients little is kept."""
     model, twin = small_model(), small_model()
     expected = run(stock_schedule(), twin)
@@ -105,13 +102,13 @@ def test_a_budget_that_sharing_exceeds_is_kept_by_stock() -> None:
     poor = schedule_with(mode="auto", min_speedup=0.01, **less)
     with predicted_bytes():
         assert_bitwise(run(poor, model), expected)
-    decision = poor.report.decision  # type: ignore[union-attr]
+    decision = poor.report.decision
     assert decision.fallback and "and memory_budget_gb is" in decision.reason
     run(poor, model, forward_only=True)
-    assert poor.report.decision.share  # type: ignore[union-attr]
+    assert poor.report.decision.share
 
 
-def test_falling_back_is_counted_over_steps() -> None:
+def test_falling_back_is_counted_over_steps():
     """Steps that share in between do not reset the count."""
     model = small_model()
     schedule = schedule_with(mode="auto")

@@ -1,10 +1,6 @@
 """What a step offloads of a real model, and what never."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -20,22 +16,20 @@ from tests.harness.predicted import predicted_bytes
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
-def test_a_segment_is_loaded_in_the_backward_before_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_segment_is_loaded_in_the_backward_before_its_own(monkeypatch):
     """Not while other segments' forwards still want the memory."""
     early_in, running, prefetch = set(), [""], OffloadedSegment.prefetch
 
-    def watch(action: Any) -> Any:
+    def watch(action):
         running[0] = str(action)
         return contextlib.nullcontext()
 
-    def recorded(self: OffloadedSegment, *, early: bool = False) -> None:
+    def recorded(self, *, early=False):
         before = offloading[0].counts.prefetched
         prefetch(self, early=early)
         if early and offloading[0].counts.prefetched > before:

@@ -1,12 +1,8 @@
 """A step in which memory runs out is made once more with less; or it says why it was not."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from tests.harness.steps import Contract
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
@@ -32,17 +28,17 @@ def _rank() -> Iterator[None]:
 class Once(Countdown):
     """Runs out of memory at the calls `at`, counted from 1."""
 
-    def __init__(self, *at: int) -> None:
+    def __init__(self, *at):
         super().__init__(torch.OutOfMemoryError, 0)
         self.calls, self.at = 0, at
 
-    def __call__(self) -> None:
+    def __call__(self):
         self.calls += 1
         if self.calls in self.at:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
 
-def out_of_memory(monkeypatch: pytest.MonkeyPatch, model: Any, place: str, *at: int) -> None:
+def out_of_memory(monkeypatch, model, place, *at):
     PLACES[place][0](monkeypatch, model, Once(*at))
 
 
@@ -54,9 +50,7 @@ AGAIN = [
 
 
 @pytest.mark.parametrize(("place", "memory"), AGAIN)
-def test_the_step_is_made_again_and_is_exact(
-    place: str, memory: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_step_is_made_again_and_is_exact(place, memory, caplog):
     model = small_model()
     schedule = PrefixSchedule(replace(CONFIG, memory=memory))
     expected = run(schedule, model)
@@ -72,7 +66,7 @@ def test_the_step_is_made_again_and_is_exact(
     assert not schedule.report.retried
 
 
-def test_what_a_failed_attempt_has_counted_is_taken_back() -> None:
+def test_what_a_failed_attempt_has_counted_is_taken_back():
     """The experts' token counts, Megatron's log of losses, and random numbers of the loss."""
     options = dict(
         moe_router_enable_expert_bias=True,
@@ -82,11 +76,11 @@ def test_what_a_failed_attempt_has_counted_is_taken_back() -> None:
     )
 
     class Noisy(Contract):
-        def loss_func(self, batch: Any) -> Callable[..., Any]:
+        def loss_func(self, batch):
             noise = torch.randn(())
             return Contract.loss_func(self, {**batch, "weight": batch["weight"] * noise})
 
-    def step(at: int | None) -> tuple[Any, dict[str, Any]]:
+    def step(at):
         forget_logged_losses()
         torch.manual_seed(7)
         model = small_model("tiny-moe", config_overrides=options)
@@ -114,7 +108,7 @@ def test_what_a_failed_attempt_has_counted_is_taken_back() -> None:
     forget_logged_losses()
 
 
-def test_twice_is_an_error_with_a_table(caplog: pytest.LogCaptureFixture) -> None:
+def test_twice_is_an_error_with_a_table(caplog):
     model = small_model()
     schedule = PrefixSchedule(CONFIG)
     expected = run(schedule, model)
@@ -135,7 +129,7 @@ def test_twice_is_an_error_with_a_table(caplog: pytest.LogCaptureFixture) -> Non
     ("memory", "why"),
     [("recompute", "nothing leaner is left"), ("retain", "gradients were not zero when the step")],
 )
-def test_what_cannot_be_made_again_says_why(memory: str, why: str) -> None:
+def test_what_cannot_be_made_again_says_why(memory, why):
     model = small_model()
     schedule = PrefixSchedule(replace(CONFIG, memory=memory))
     expected = run(schedule, model)
@@ -148,9 +142,7 @@ def test_what_cannot_be_made_again_says_why(memory: str, why: str) -> None:
     assert_same(run(schedule, model), expected)
 
 
-def test_a_rank_that_others_wait_for_does_not_go_back_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_others_wait_for_does_not_go_back_alone(monkeypatch):
     model = small_model()
     schedule = PrefixSchedule(CONFIG)
     run(schedule, model)
@@ -162,7 +154,7 @@ def test_a_rank_that_others_wait_for_does_not_go_back_alone(
     )
 
 
-def test_gradients_without_ddp() -> None:
+def test_gradients_without_ddp():
     model = small_model(wrap_ddp=False)
     schedule = PrefixSchedule(CONFIG)
     expected = run(schedule, model)
@@ -172,7 +164,7 @@ def test_gradients_without_ddp() -> None:
         assert schedule.report is not None and schedule.report.retried
 
 
-def test_without_gradients_there_is_nothing_leaner() -> None:
+def test_without_gradients_there_is_nothing_leaner():
     model = small_model()
     schedule = PrefixSchedule(CONFIG)
     with pytest.MonkeyPatch.context() as monkeypatch:

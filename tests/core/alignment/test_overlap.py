@@ -1,10 +1,8 @@
 """Reductions that begin during the last backwards: exact, each once, early, in one order."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +16,6 @@ from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.features.overlap import reductions as overlap
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
-from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.models.weights import global_parameters
@@ -63,22 +60,22 @@ class Job(NamedTuple):
     prefix: PrefixConfig = CONFIG
     around: Callable[..., contextlib.AbstractContextManager] = lambda *_: contextlib.nullcontext()
 
-    def on_ranks(self, turns: str, overlaps: bool, data: Callable[..., Any]) -> list[Found]:
+    def on_ranks(self, turns, overlaps, data):
         """Steps by the stock schedule (S) and ours (P); `data` gives a rank's groups by step."""
         return self.runs(data, (turns, overlaps))[0]
 
-    def runs(self, data: Callable[..., Any], *runs: tuple[str, bool]) -> list[list[Found]]:
+    def runs(self, data, *runs):
         """Several runs of the same ranks, each as `on_ranks`."""
 
         ranks = run_ranks(self.layout.world_size, lambda: self.runs_here(runs, data))
         return [[*found] for found in zip(*ranks, strict=True)]
 
-    def runs_here(self, runs: Sequence[tuple[str, bool]], data: Callable[..., Any]) -> list[Found]:
+    def runs_here(self, runs, data):
         """One rank's part of several runs."""
         runtime.initialize(self.layout)
         return [self.take(turns, overlaps, data) for turns, overlaps in runs]
 
-    def take(self, turns: str, overlaps: bool, data: Callable[..., Any]) -> Found:
+    def take(self, turns, overlaps, data):
         """One rank's part of a run."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -105,7 +102,7 @@ class Job(NamedTuple):
                 passes.run(schedules[turn], step, chunks, items)
             assert optimizer.step()[0]
             if turn == "P":
-                shared.append(schedules[turn].report.decision.share)  # type: ignore[attr-defined]
+                shared.append(schedules[turn].report.decision.share)
         values = {
             f"{number} {name}": parameter.detach().clone()
             for number, chunk in enumerate(chunks)
@@ -114,12 +111,12 @@ class Job(NamedTuple):
         return Found(values, watch.steps, shared)
 
 
-def flat(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
+def flat(number, rank, spec, layout):
     """Groups whose last backward is that of a prompt, in chunks: without loss."""
     return [*generate(2, 40, 16, 2, vocab_size=VOCAB, seed=10 * number + rank)]
 
 
-def trees(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
+def trees(number, rank, spec, layout):
     """Groups placed on the ranks, unlike in size where the layout allows."""
     made = [
         *generate(2, 40, 24, 3, tree="branch", depth=2, vocab_size=VOCAB, seed=number, name="a"),
@@ -128,7 +125,7 @@ def trees(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
     return deal(made, spec, layout, CONFIG, stock=True)[rank]
 
 
-def alone(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
+def alone(number, rank, spec, layout):
     """As `flat`, but one rank has a rollout that shares nothing in every other step: its last
     backward has loss."""
     if rank == number % 2:
@@ -151,7 +148,7 @@ JOBS: dict[str, tuple[Job, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_overlapped_steps_are_exact_and_early(name: str) -> None:
+def test_overlapped_steps_are_exact_and_early(name):
     job, data = JOBS[name]
     expected, found = job.runs(data, ("SSSS", False), ("PPSP", True))
     dtype = torch.float32 if "distributed" in name else torch.float64
@@ -174,7 +171,7 @@ def test_overlapped_steps_are_exact_and_early(name: str) -> None:
     assert_one_order(found, job.layout)
 
 
-def assert_equal(found: Sequence[Found], wanted: Sequence[Found]) -> None:
+def assert_equal(found, wanted):
     """Weights are the same bit for bit, and no gradient came too late."""
     for one, other in zip(found, wanted, strict=True):
         assert not any(step.late for step in one.watched)
@@ -182,7 +179,7 @@ def assert_equal(found: Sequence[Found], wanted: Sequence[Found]) -> None:
             assert torch.equal(one.parameters[name], value), name
 
 
-def assert_one_order(found: Sequence[Found], layout: Layout) -> None:
+def assert_one_order(found, layout):
     """Ranks of one pipeline stage reduce in one order in all of our steps."""
     ranks = len(found) // layout.pp
     for stage in range(layout.pp):
@@ -196,7 +193,7 @@ def assert_one_order(found: Sequence[Found], layout: Layout) -> None:
         assert len(orders) == 1, orders
 
 
-def test_unlike_last_backwards_reduce_in_one_order() -> None:
+def test_unlike_last_backwards_reduce_in_one_order():
     """One rank's last backward has loss, the other's is that of a prompt."""
     found = Job().on_ranks("PPPP", True, alone)
     assert_one_order(found, Layout(dp=2))
@@ -205,7 +202,7 @@ def test_unlike_last_backwards_reduce_in_one_order() -> None:
 
 
 @contextlib.contextmanager
-def unfinished(_: int, __: int, chunks: Sequence[Any]) -> Iterator[None]:
+def unfinished(_, __, chunks):
     """The trainer calls finalize itself."""
     config = unwrap(chunks[0]).config
     finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
@@ -215,7 +212,7 @@ def unfinished(_: int, __: int, chunks: Sequence[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def aligned(_: int, __: int, chunks: Sequence[Any]) -> Iterator[None]:
+def aligned(_, __, chunks):
     """Stages are to reduce at the same time (Megatron's align_grad_reduce)."""
     unwrap(chunks[0]).config.grad_sync_func = chunks[0].start_grad_sync
     yield
@@ -225,13 +222,13 @@ PIPELINE = Job(layout=Layout(pp=2, dp=2))
 
 
 @functools.cache
-def with_nothing_around() -> list[Found]:
+def with_nothing_around():
     """What both are compared with."""
     return PIPELINE.on_ranks("PPP", True, flat)
 
 
 @pytest.mark.parametrize("around", [unfinished, aligned])
-def test_what_may_not_begin_early_waits(around: Callable[..., Any]) -> None:
+def test_what_may_not_begin_early_waits(around):
     later = PIPELINE._replace(around=around).on_ranks("PPP", True, flat)
     assert_equal(later, with_nothing_around())
     for rank, found in enumerate(later):
@@ -241,11 +238,11 @@ def test_what_may_not_begin_early_waits(around: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, -1], ids=["the first layer", "the last layer"])
-def test_weights_may_get_no_gradient_at_first(layer: int) -> None:
+def test_weights_may_get_no_gradient_at_first(layer):
     """Frozen in the first two steps; a segment without loss may leave out the last layer."""
 
     @contextlib.contextmanager
-    def around(number: int, _: int, chunks: Sequence[Any]) -> Iterator[None]:
+    def around(number, _, chunks):
         some = unwrap(chunks[0]).decoder.layers[layer]
         (some.self_attention.linear_qkv if layer else some.mlp.linear_fc2).requires_grad_(
             number > 1
@@ -264,7 +261,7 @@ def test_weights_may_get_no_gradient_at_first(layer: int) -> None:
 
 
 @contextlib.contextmanager
-def hurrying(number: int, rank: int, chunks: Sequence[Any]) -> Iterator[None]:
+def hurrying(number, rank, chunks):
     """In the third step rank 0 believes that all layers are complete with the last one."""
     if number != 2 or rank:
         yield
@@ -279,19 +276,19 @@ def hurrying(number: int, rank: int, chunks: Sequence[Any]) -> Iterator[None]:
     assert all(group.grad_reduce_handle is None for group in groups), "somebody waits"
 
 
-def test_a_gradient_that_comes_too_late_ends_the_step() -> None:
+def test_a_gradient_that_comes_too_late_ends_the_step():
     """On its rank; no other one waits for it."""
     found = Job(around=hurrying).on_ranks("PPP", True, flat)
     assert found[0].watched[2].late and not found[1].watched[2].late
 
 
 @contextlib.contextmanager
-def using_twice(_: int, rank: int, chunks: Sequence[Any]) -> Iterator[None]:
+def using_twice(_, rank, chunks):
     """On rank 0 a weight of the second layer is used in front of the first one, too."""
     model = unwrap(chunks[0])
     weight = model.decoder.layers[1].mlp.linear_fc1.weight
 
-    def more(_: Any, __: Any, output: Tensor) -> Tensor:
+    def more(_, __, output):
         return output + weight.sum() * 1e-3
 
     handle = model.embedding.register_forward_hook(more) if rank == 0 else None
@@ -300,7 +297,7 @@ def using_twice(_: int, rank: int, chunks: Sequence[Any]) -> Iterator[None]:
         handle.remove()
 
 
-def test_weights_that_are_used_outside_of_their_layer_wait() -> None:
+def test_weights_that_are_used_outside_of_their_layer_wait():
     """On all ranks, as all reduce in one order."""
     found, plain = Job(around=using_twice).runs(flat, ("PPP", True), ("PPP", False))
     assert_equal(found, plain)
@@ -312,14 +309,14 @@ class Broken(RuntimeError):
 
 
 @contextlib.contextmanager
-def failing(chunk: Any, error: Exception) -> Iterator[None]:
+def failing(chunk, error):
     """The backward of the model's first layer fails in the step's last backward."""
     weight = unwrap(chunk).decoder.layers[0].self_attention.linear_qkv.weight
     watching = overlap.Reductions.watching
 
     @contextlib.contextmanager
-    def failing_watching(self: Any, *args: Any) -> Iterator[None]:
-        def fail(_: Tensor) -> None:
+    def failing_watching(self, *args):
+        def fail(_):
             raise error
 
         handle = weight.register_hook(fail)
@@ -334,7 +331,7 @@ def failing(chunk: Any, error: Exception) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def breaking(number: int, _: int, chunks: Sequence[Any]) -> Iterator[None]:
+def breaking(number, _, chunks):
     """The second step fails after reductions have begun, and the third says so."""
     if number == 0:
         yield
@@ -342,7 +339,7 @@ def breaking(number: int, _: int, chunks: Sequence[Any]) -> Iterator[None]:
     if number == 1:
         arrived, stock = [], overlap.Reductions._arrived
 
-        def counted(*args: Any) -> None:
+        def counted(*args):
             arrived.append(args)
             stock(*args)
 
@@ -362,7 +359,7 @@ def breaking(number: int, _: int, chunks: Sequence[Any]) -> Iterator[None]:
         group.grad_reduce_handle = None  # for the optimizer's sake
 
 
-def test_after_a_failed_reduction_no_step_runs() -> None:
+def test_after_a_failed_reduction_no_step_runs():
     Job(around=breaking).on_ranks("PPP", True, flat)
 
 
@@ -370,7 +367,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried")
 
 
 @contextlib.contextmanager
-def exhausting(number: int, _: int, chunks: Sequence[Any]) -> Iterator[None]:
+def exhausting(number, _, chunks):
     """Memory runs out in the last backward of the second step."""
     if number == 0:
         yield
@@ -380,5 +377,5 @@ def exhausting(number: int, _: int, chunks: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def test_no_step_is_made_again_after_reductions_have_begun() -> None:
+def test_no_step_is_made_again_after_reductions_have_begun():
     Job(around=exhausting).on_ranks("PP", True, flat)

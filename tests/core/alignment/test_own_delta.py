@@ -1,9 +1,7 @@
 """slime's and miles' own GatedDeltaNet under the prefix schedule in fp64, by stand-ins."""
 
-from __future__ import annotations
-
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,7 +17,6 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
 from megatron_prefix.megatron.install import install, installed
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid, own_delta, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
@@ -37,14 +34,14 @@ class Case(NamedTuple):
     expected: steps.Reference
 
 
-def packs() -> list[dict[str, Any]]:
+def packs():
     """All rollouts of `hybrid.items`, in packs that cut through groups."""
     items = hybrid.items()
     return [packing.pack(items[at : at + 4]) for at in range(0, len(items), 4)]
 
 
 @pytest.fixture(scope="module")
-def cases() -> Iterator[dict[str, Case]]:
+def cases():
     with one_rank():
         made = {}
         for net in NETS:
@@ -54,7 +51,7 @@ def cases() -> Iterator[dict[str, Case]]:
         made.clear()
 
 
-def worst(model: Any, expected: steps.Reference, ours: PrefixSchedule) -> float:
+def worst(model, expected, ours):
     """The largest difference of a loss or a gradient to plain autograd; NaN wins."""
     steps.zero_gradients(model)
     logs = steps.call(ours, Packed().step, model, packs())
@@ -70,62 +67,62 @@ def worst(model: Any, expected: steps.Reference, ours: PrefixSchedule) -> float:
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def _inside(model: Any) -> Any:
+def _inside(model):
     return model.decoder.layers[0].self_attention.linear_attn
 
 
-def _context_parallel(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _context_parallel(model, patch):
     patch.setattr(model.config, "context_parallel_size", 2)
 
 
-def _another_around(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _another_around(model, patch):
     stock = own_delta.Attention.hf_forward
     patch.setattr(own_delta.Attention, "hf_forward", lambda *given: stock(*given).roll(1))
 
 
-def _reads_more(model: Any, patch: pytest.MonkeyPatch) -> None:
-    def hf_forward(self: Any, hidden_states: Any, packed: Any) -> Any:
+def _reads_more(model, patch):
+    def hf_forward(self, hidden_states, packed):
         hidden_states = self.input_layernorm(hidden_states) * hidden_states.mean()
         return self.linear_attn(hidden_states=hidden_states, cu_seqlens=packed.cu_seqlens_q)
 
     patch.setattr(own_delta.Attention, "hf_forward", hf_forward)
 
 
-def _another_convolution(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _another_convolution(model, patch):
     _inside(model).conv1d.__class__ = type("Conv1d", (own_delta.ShortConvolution,), {})
 
 
-def _own_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _own_forward(model, patch):
     patch.setattr(_inside(model), "forward", _inside(model).forward)
 
 
-def _no_rule(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _no_rule(model, patch):
     patch.setattr(own_delta.OwnNet, "forward", lambda self, hidden_states, **_: hidden_states)
 
 
-def _wrong_rule(model: Any, patch: pytest.MonkeyPatch) -> None:
-    def rule(*given: Any, **more: Any) -> Any:
+def _wrong_rule(model, patch):
+    def rule(*given, **more):
         return chunk_gated_delta_rule(*given, **{**more, "initial_state": None})
 
     patch.setattr(_inside(model), "chunk_gated_delta_rule", rule)
 
 
-def _mixes(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _mixes(model, patch):
     stock = own_delta.OwnNet.close
     patch.setattr(own_delta.OwnNet, "close", lambda self, out, x: stock(self, out, x.roll(1, 1)))
 
 
-def _ends_alone(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _ends_alone(model, patch):
     """It cannot be told what a layer mixes that fails on numbers of its own."""
     patch.setattr(own_delta.OwnNet, "close", lambda self, out, x: x.no_such_tensor)
 
 
-def _other_layers(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _other_layers(model, patch):
     config = model.decoder.layers[0].self_attention.hf_config
     patch.setattr(config, "layer_types", [FULL, LINEAR])
 
 
-def _stage_without(model: Any, patch: pytest.MonkeyPatch) -> None:
+def _stage_without(model, patch):
     patch.setattr(model.config, "pipeline_model_parallel_size", 2)
 
 
@@ -145,11 +142,7 @@ REFUSED: dict[Callable[[Any, pytest.MonkeyPatch], None], str] = {
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__.strip("_"))
-def test_refused_by_name(
-    cases: dict[str, Case],
-    change: Callable[[Any, pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_refused_by_name(cases, change, monkeypatch):
     model = unwrap(own_model(wrap_ddp=False))
     change(model, monkeypatch)
     with pytest.raises(UserError, match=REFUSED[change]) as caught:
@@ -157,19 +150,17 @@ def test_refused_by_name(
     assert "\n" not in str(caught.value) and installed(model) is None
 
 
-def test_what_is_refused_runs_with_the_stock_schedule(
-    cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused_runs_with_the_stock_schedule(cases, monkeypatch):
     model, ours = own_model(), schedule_with(mode="auto")
     _own_forward(unwrap(model), monkeypatch)
     assert worst(model, cases["attribute"].expected, ours) <= EXACT
     assert ours.report is not None and ours.report.decision.fallback
 
 
-def _subclass(module: Any, where: str, **kernels: Any) -> Any:
+def _subclass(module, where, **kernels):
     """A module of Megatron's that becomes one of a subclass, whose forward is in another file."""
 
-    def calls(self: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
+    def calls(self, hidden_states, *_, **__):
         return chunk_gated_delta_rule(causal_conv1d(hidden_states))
 
     forward = types.FunctionType(calls.__code__, kernels, "forward")
@@ -178,7 +169,7 @@ def _subclass(module: Any, where: str, **kernels: Any) -> Any:
     return module
 
 
-def test_every_tensor_parallel_rank_does_the_whole_work() -> None:
+def test_every_tensor_parallel_rank_does_the_whole_work():
     """Where costs are divided by the ranks, one of them still has all of it."""
     fields = vars(resolve("tiny-qwen3-next"))
     one, two = (SimpleNamespace(**fields, tensor_model_parallel_size=size) for size in (1, 2))
@@ -195,13 +186,13 @@ def test_every_tensor_parallel_rank_does_the_whole_work() -> None:
         ({"layer_types": ["full_attention", "linear_attention"]}, {1}),
     ],
 )
-def test_layers_that_have_one(fields: dict[str, Any], layers: set[int]) -> None:
+def test_layers_that_have_one(fields, layers):
     """Every so many layers the last is attention; or the config names them."""
     config = SimpleNamespace(num_hidden_layers=7, **fields)
     assert own_gdn._own_layers(config) == layers
 
 
-def test_subclasses_of_megatrons(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subclasses_of_megatrons(cases, monkeypatch):
     """mcore-bridge's is taken where it has its kernels, and without context parallelism."""
     kernels = {"causal_conv1d": causal_conv1d, "chunk_gated_delta_rule": chunk_gated_delta_rule}
     without = {**kernels, "causal_conv1d": None}

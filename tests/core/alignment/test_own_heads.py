@@ -1,9 +1,5 @@
 """Heads of trainers' own, on models whose calls are answered as the stock schedule's are."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from megatron_prefix.lab import runtime
@@ -16,7 +12,7 @@ from tests.harness.own_heads import HEADS, HeadForm, HeadTrainer, put_into
 from tests.harness.ranks import run_ranks
 
 
-def forms(*heads: str, **fields: Any) -> dict[str, Case]:
+def forms(*heads, **fields):
     """A case for each head."""
     return {head: Case(HeadForm(head=head, **fields)) for head in heads or HEADS}
 
@@ -44,14 +40,14 @@ JOBS = {
 class NoLoss(HeadTrainer):
     """No rollout carries loss, and all of them begin alike: next to nothing is computed."""
 
-    def samples(self, seed: int, num: int) -> list[Any]:
+    def samples(self, seed, num):
         found = super().samples(seed, num)
         for tokens, trained in found:
             tokens[:2], trained[:] = 5, False
         return found
 
 
-def without_loss(head: str, packed: bool) -> tuple[int, bool]:
+def without_loss(head, packed):
     """Logs of a step without loss, and whether anything has a gradient."""
     runtime.initialize(Layout())
     form = HeadForm(head=head, packed=packed)
@@ -63,18 +59,18 @@ def without_loss(head: str, packed: bool) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize(("head", "packed"), zip(HEADS, (True, False, True), strict=True))
-def test_a_step_without_loss_is_answered_in_the_shapes_of_heads(head: str, packed: bool) -> None:
+def test_a_step_without_loss_is_answered_in_the_shapes_of_heads(head, packed):
     assert run_ranks(1, without_loss, head, packed) == [(len(HeadForm().sizes), False)]
 
 
-def compare(case: Case, layout: Layout) -> None:
+def compare(case, layout):
     """Ours against the stock schedule on the same calls of the same model."""
     chunks = built(case, layout)
     for chunk in chunks:
-        put_into(chunk, case.form.head)  # type: ignore[attr-defined]
+        put_into(chunk, case.form.head)
     compare_with(case, layout, chunks, HeadTrainer)
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_heads_run_where_their_output_is_asked_for(job: str) -> None:
+def test_heads_run_where_their_output_is_asked_for(job):
     check_cases(*JOBS[job], compare)

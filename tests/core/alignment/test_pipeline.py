@@ -1,7 +1,5 @@
 """Plan files of the catalogue; all else that pipelines run is in tests/test_cases_on_ranks.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_prefix.lab import runtime
@@ -11,7 +9,7 @@ from tests.harness.pipelines import build_chunks, config_of, rollouts_of
 from tests.harness.ranks import run_ranks
 
 
-def planned(shape: str, layout: Layout) -> tuple[list[str], bool]:
+def planned(shape, layout):
     """A rank's part: what differs from Megatron's step, and whether anything was shared."""
     runtime.initialize(layout)
     groups, vocab = rollouts_of(shape)
@@ -25,5 +23,5 @@ def planned(shape: str, layout: Layout) -> tuple[list[str], bool]:
     [("uneven-groups", Layout(pp=4)), ("two-level-tree", Layout(pp=2, vpp=2))],
     ids=["pp4", "pp2-vpp2"],
 )
-def test_a_plan_file_is_megatrons_step(shape: str, layout: Layout) -> None:
+def test_a_plan_file_is_megatrons_step(shape, layout):
     assert run_ranks(layout.world_size, planned, shape, layout) == [([], True)] * layout.world_size

@@ -1,7 +1,5 @@
 """ModelOpt's fake quantisation: exact where a token's scales are its own or fixed, else refused."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
@@ -63,7 +61,7 @@ class Case:
     wrong: bool = False
 
 
-def built(case: Case, layout: Layout) -> tuple[list[Any], list[Any]]:
+def built(case, layout):
     """Groups, and model chunks in which every kind of quantiser is at work."""
     config = quantised.recipe(case.recipe)
     config["quant_cfg"] += case.more
@@ -83,7 +81,7 @@ def built(case: Case, layout: Layout) -> tuple[list[Any], list[Any]]:
     return groups, chunks
 
 
-def compare(case: Case, layout: Layout) -> None:
+def compare(case, layout):
     """Ours against the stock schedule, both on packs."""
     groups, chunks = built(case, layout)
     prefix = PrefixConfig(
@@ -117,7 +115,7 @@ JOBS = (
 )
 
 
-def _changed(model: Any, **fields: Any) -> str:
+def _changed(model, **fields):
     """The name of a quantiser of inputs whose attributes are changed."""
     name, one = next(pair for pair in quantised.quantisers(model) if "input_q" in pair[0])
     for field, value in fields.items():
@@ -155,7 +153,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-def _told() -> dict[str, tuple[str, list[str]]]:
+def _told():
     """By change: the quantiser's name, and what is refused."""
     spec = resolve("tiny-llama", num_layers=1).with_vocab(64)
     found = {}
@@ -173,7 +171,7 @@ def _told() -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def _calibrated() -> list[str]:
+def _calibrated():
     """What is in the way of steps, in modes "on" and "auto", of a model that has been trained."""
     spec = resolve("tiny-llama", num_layers=2).with_vocab(64)
     with quantised.quantised(
@@ -191,7 +189,7 @@ def _calibrated() -> list[str]:
     return [str(caught.value), auto.report.decision.reason]
 
 
-def check_refusals(_: None, __: Layout) -> None:
+def check_refusals(_, __):
     """What is refused of a quantiser of inputs that is changed, and of one that is calibrated."""
     found = _told()
     (text,) = found["latents"][1]
@@ -206,7 +204,7 @@ def check_refusals(_: None, __: Layout) -> None:
     assert all("linear_proj.input_quantizer, which is being calibrated" in x for x in _calibrated())
 
 
-def _jobs() -> None:
+def _jobs():
     """All jobs, from a process that has imported ModelOpt: their ranks are forked from it."""
     quantised.with_attention()
     check_cases(Layout(), {"refusals": None}, check_refusals)
@@ -214,6 +212,6 @@ def _jobs() -> None:
         check_cases(layout, cases, compare)
 
 
-def test_equal_to_the_stock_schedule_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_to_the_stock_schedule_or_refused(monkeypatch):
     monkeypatch.syspath_prepend(str(installed("modelopt")))
     run_ranks(1, _jobs)

@@ -3,11 +3,7 @@
 One process and random trees are in tests/test_cases.py.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +28,7 @@ from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract, Microbatch
+from tests.harness.steps import Contract
 from tests.harness.trees import with_routes
 
 LAYERS, EXPERTS, ROLLOUTS = 2, 4, 4
@@ -63,7 +59,7 @@ CASES = {
 }
 
 
-def rollouts() -> list[Pairs]:
+def rollouts():
     """One group: a prompt, a turn that some share, and two that leave the routes of the others."""
     draw, found = np.random.default_rng(5), []
     prompt, turn = draw.integers(0, 60, 21), draw.integers(0, 60, 8)
@@ -75,7 +71,7 @@ def rollouts() -> list[Pairs]:
     return with_routes(found, LAYERS, EXPERTS, parts)
 
 
-def items() -> list[Microbatch]:
+def items():
     """This rank's microbatches, one a rollout: every other one of two data-parallel ranks."""
     rank = parallel_state.get_context_parallel_rank()
     size = parallel_state.get_context_parallel_world_size()
@@ -86,7 +82,7 @@ def items() -> list[Microbatch]:
     return [batches.on_cp_rank(item, rank, size) for item in mine]
 
 
-def set_action(action: RouterReplayAction | None, routers: Mapping[int, Any] | None = None) -> None:
+def set_action(action, routers=None):
     """What a trainer does before a pass, for some of the routers only."""
     RouterReplay.clear_global_indices()
     RouterReplay.set_global_router_replay_action(action if routers is None else None)
@@ -94,10 +90,10 @@ def set_action(action: RouterReplayAction | None, routers: Mapping[int, Any] | N
         router.router_replay.set_router_replay_action(action)
 
 
-def compare(case: Case) -> tuple[int, int]:
+def compare(case):
     """Compares a step and a pass without gradients; executed positions, and those not shared."""
 
-    def on_rank() -> tuple[int, int]:
+    def on_rank():
         runtime.initialize(case.layout)
         fields = {**SIZES, "moe_aux_loss_coeff": 1.0}
         fields |= {"mtp_num_layers": 1} if case.ahead else {}
@@ -138,17 +134,17 @@ def compare(case: Case) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_that_of_the_stock_schedule(name) -> None:
+def test_a_step_is_that_of_the_stock_schedule(name):
     executed, unshared = compare(CASES[name])
     assert 0 < unshared < executed < sum(map(len, rollouts()))
 
 
-def test_a_buffer_that_every_microbatchs_routes_are_written_into() -> None:
+def test_a_buffer_that_every_microbatchs_routes_are_written_into():
     buffers: dict[int, torch.Tensor] = {}
     with one_rank():
         built = small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
 
-        def step(iterator: Iterator[Microbatch], model: Any) -> Any:
+        def step(iterator, model):
             batch = next(iterator)
             for number, router in routers_in(built).items():
                 routes = batch["routes"][0, :, router.layer_number - 1]
@@ -172,28 +168,28 @@ def test_a_buffer_that_every_microbatchs_routes_are_written_into() -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Any]:
+def model():
     with one_rank():
         yield small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_set() -> Iterator[None]:
+def _nothing_set():
     yield
     set_action(None)
 
 
-def run(model: Any, made: list[Microbatch], step: Any = CONTRACT.step) -> PrefixSchedule:
+def run(model, made, step=CONTRACT.step):
     schedule = PrefixSchedule(CHUNKED, steps.routes_of(made))
     steps.call(schedule, step, model, made)
     return schedule
 
 
-def without_routes() -> list[Microbatch]:
+def without_routes():
     return [{k: v for k, v in item.items() if k != "routes"} for item in items()]
 
 
-def test_a_trainer_that_sets_no_routes_is_told_how(model) -> None:
+def test_a_trainer_that_sets_no_routes_is_told_how(model):
     set_action(RouterReplayAction.REPLAY_FORWARD)
     with pytest.raises(UserError, match=r"REPLAY_FORWARD, .* callback `routes`"):
         run(model, without_routes())
@@ -204,14 +200,14 @@ def test_a_trainer_that_sets_no_routes_is_told_how(model) -> None:
         run(model, items())
 
 
-def test_routes_of_another_model_are_refused(model) -> None:
+def test_routes_of_another_model_are_refused(model):
     set_action(RouterReplayAction.REPLAY_FORWARD)
     fewer = [{**item, "routes": item["routes"][:, :, :1]} for item in items()]
     with pytest.raises(UserError, match=r"rollout 0 has routes .* \[1, 2\], the model \[2, 2\]"):
         run(model, fewer)
 
 
-def test_a_router_of_multi_token_prediction_follows_no_routes(model) -> None:
+def test_a_router_of_multi_token_prediction_follows_no_routes(model):
     spec = {**SIZES, "mtp_num_layers": 1}
     other = small_model("tiny-moe", spec=spec, config_overrides=ROUTED, wrap_ddp=False)
     set_action(RouterReplayAction.REPLAY_FORWARD)
@@ -219,10 +215,10 @@ def test_a_router_of_multi_token_prediction_follows_no_routes(model) -> None:
         run(other, items())
 
 
-def test_without_an_action_routers_choose_and_leave_nothing(model) -> None:
+def test_without_an_action_routers_choose_and_leave_nothing(model):
     routers = routers_in(model)
 
-    def gradients(made: list[Microbatch]) -> dict[str, torch.Tensor]:
+    def gradients(made):
         steps.zero_gradients(model)
         run(model, made)
         return steps.gradients(model)
@@ -239,7 +235,7 @@ def test_without_an_action_routers_choose_and_leave_nothing(model) -> None:
         assert_close(followed[name], free[name], 200)
 
 
-def test_routes_are_ignored_if_routers_cannot_follow_them(model, monkeypatch) -> None:
+def test_routes_are_ignored_if_routers_cannot_follow_them(model, monkeypatch):
     name = "prefix_sharing/unshared_by_routes"
     report = run(model, items()).report
     assert of_report(report)[name] == report.forest.unshared_by_routes > 0

@@ -4,12 +4,9 @@ The queues are stand-ins of theirs: an entry a microbatch, in their order, and a
 queues that is slime's variable of the environment or miles' attribute of an object.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -44,17 +41,17 @@ class Entries:
 
     current: Any = None
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.forward_index = self.backward_index = 0
         self.top_indices_list: list[Tensor] = []
 
-    def pop(self, name: str) -> Tensor:
+    def pop(self, name):
         place = getattr(self, name)
         setattr(self, name, place + 1)
         return self.top_indices_list[place]
 
 
-def stages(kind: str) -> tuple[Callable[[], str], Callable[[str], None]]:
+def stages(kind):
     """What reads and what sets the stage of all queues."""
     if kind == "slime":
         os.environ["ENABLE_ROUTING_REPLAY"] = "1"
@@ -67,17 +64,17 @@ def stages(kind: str) -> tuple[Callable[[], str], Callable[[str], None]]:
     return lambda: manager.stage, lambda stage: setattr(manager, "stage", stage)
 
 
-def put_into(model: Any, stage: Callable[[], str]) -> list[Entries]:
+def put_into(model, stage):
     """Queues for the routers of a model."""
     stock, queues = megatron_router.topk_routing_with_score_function, []
 
-    def topk(scores: Tensor, num: int, groups: Any, group_topk: Any, choose: Any) -> Any:
+    def topk(scores, num, groups, group_topk, choose):
         name = {"replay_forward": "forward_index", "replay_backward": "backward_index"}[stage()]
         routes = Entries.current.pop(name)
         assert routes.shape == (len(scores), num)
         return scores.gather(1, routes), routes
 
-    def routed(*args: Any, **options: Any) -> Any:
+    def routed(*args, **options):
         queue = types.SimpleNamespace(get_replay_topk=topk)
         return stock(*args, **options | {"router_replay": queue})
 
@@ -89,7 +86,7 @@ def put_into(model: Any, stage: Callable[[], str]) -> list[Entries]:
     return queues
 
 
-def compare(name: str, kind: str) -> tuple[int, int]:
+def compare(name, kind):
     """Compares an update with stock's; executed positions, and those not shared."""
     layout, recompute = CASES[name]
     runtime.initialize(layout)
@@ -98,7 +95,7 @@ def compare(name: str, kind: str) -> tuple[int, int]:
     now, set_stage = stages(kind)
     queues, made = put_into(model, now), items()
 
-    def fill() -> None:
+    def fill():
         for queue, router in zip(queues, routers_in(unwrap(model)).values(), strict=True):
             vars(queue).update(vars(Entries()))
             for item in made:
@@ -106,7 +103,7 @@ def compare(name: str, kind: str) -> tuple[int, int]:
                 parts = rows.chunk(router.tp_group.size())
                 queue.top_indices_list.append(parts[router.tp_group.rank()])
 
-    def step(data_iterator: Any, of_model: Any) -> Any:
+    def step(data_iterator, of_model):
         set_stage("replay_forward")
         found = CONTRACT.step(data_iterator, of_model)
         set_stage("replay_backward")
@@ -129,7 +126,7 @@ def compare(name: str, kind: str) -> tuple[int, int]:
     return forest.executed_tokens, forest.raw_tokens
 
 
-def reference_with_entries() -> None:
+def reference_with_entries():
     """A queue has entries for a call without gradients, too, which is made before a step's own."""
     runtime.initialize(Layout())
     (model,) = build_model(resolve("tiny-moe", **SIZES).with_vocab(64), layout=Layout())
@@ -139,7 +136,7 @@ def reference_with_entries() -> None:
         routes = [item["routes"][0, :, router.layer_number - 1].long() for item in made]
         queue.top_indices_list += [one for one in routes for _ in range(2)]
 
-    def step(data_iterator: Any, of_model: Any) -> Any:
+    def step(data_iterator, of_model):
         set_stage("replay_forward")
         batch = next(data_iterator)
         with torch.no_grad():
@@ -152,7 +149,7 @@ def reference_with_entries() -> None:
     assert ours.report is not None and ours.report.decision.reason.endswith(TWO_CALLS.fix)
 
 
-def test_a_queue_of_several_calls_a_step_is_stocks() -> None:
+def test_a_queue_of_several_calls_a_step_is_stocks():
     run_ranks(1, reference_with_entries)
 
 
@@ -161,7 +158,7 @@ def test_a_queue_of_several_calls_a_step_is_stocks() -> None:
     [("one rank", "miles"), ("PP2, full recompute", "miles"), ("TP2, full recompute", "slime"),
      ("EP2", "slime")],
 )  # fmt: skip
-def test_a_step_is_that_of_the_stock_schedule(name: str, kind: str) -> None:
+def test_a_step_is_that_of_the_stock_schedule(name, kind):
     layout, _ = CASES[name]
     for executed, raw in run_ranks(layout.world_size, compare, name, kind):
         assert executed < raw

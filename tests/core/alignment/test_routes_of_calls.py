@@ -3,8 +3,6 @@
 Ours reads from the routers what they follow, in the layout of each rank's own calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,7 +53,7 @@ class Routed(Trainer):
 
     routers: Sequence[Any] = ()
 
-    def batch_of(self, members: Sequence[Any], number: int, multiple: int) -> dict[str, Any]:
+    def batch_of(self, members, number, multiple):
         """See `Trainer.batch_of`."""
         batch = super().batch_of(members, number, multiple)
         codes = []
@@ -69,7 +67,7 @@ class Routed(Trainer):
         batch["codes"] = np.concatenate(mine)[None] if self.form.packed else np.stack(mine)
         return batch
 
-    def arguments(self, batch: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, batch, given):
         """Tells the routers what follows, as trainers do before the model call."""
         code = torch.from_numpy(batch["codes"]).transpose(0, 1).flatten()
         for router in self.routers:
@@ -83,13 +81,13 @@ class Routed(Trainer):
         return {}
 
 
-def compare(case: Case, layout: Layout) -> None:
+def compare(case, layout):
     """Ours against the stock schedule with the same routes."""
     chunks = built(case, layout)
     compare_with(case, layout, chunks, following(Routed, chunks))
 
 
-def following(kind: type[Routed], chunks: Sequence[Any]) -> type[Routed]:
+def following(kind, chunks):
     """A trainer of these chunks, whose routers replay."""
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     found = [one for chunk in chunks for one in routers_in(unwrap(chunk)).values()]
@@ -97,14 +95,14 @@ def following(kind: type[Routed], chunks: Sequence[Any]) -> type[Routed]:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_routes_are_read_in_the_layout_of_the_calls(job: str) -> None:
+def test_routes_are_read_in_the_layout_of_the_calls(job):
     check_cases(*JOBS[job], compare)
 
 
-def test_rows_in_the_order_of_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_the_order_of_positions_are_seen(monkeypatch):
     stock = ToldRoutes.gathered
 
-    def as_packs(self: ToldRoutes, layouts: Any, *where: Any) -> list[torch.Tensor]:
+    def as_packs(self, layouts, *where):
         return stock(self, [one._replace(packed=True) for one in layouts], *where)
 
     monkeypatch.setattr(ToldRoutes, "gathered", as_packs)

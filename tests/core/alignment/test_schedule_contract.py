@@ -1,10 +1,7 @@
 """The function that stands in for Megatron's keeps its contract: arguments, hooks, gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +9,6 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 from megatron.core.pipeline_parallel import schedules
-from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
@@ -24,16 +20,16 @@ from megatron_prefix.run.schedule import NEW_FUNCTION, PrefixSchedule, get_forwa
 from tests.harness import steps
 from tests.harness.one_group import assert_aligned, items, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.steps import Contract, Microbatch
+from tests.harness.steps import Contract
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
-def test_every_keyword_of_megatrons_schedules_is_taken() -> None:
+def test_every_keyword_of_megatrons_schedules_is_taken():
     names = inspect.signature(stock_schedule()).parameters
     values = dict(
         decoder_seq_length=None,
@@ -51,7 +47,7 @@ def test_every_keyword_of_megatrons_schedules_is_taken() -> None:
     assert_aligned(run(schedule_with(), model, **values), model)
 
 
-def test_the_factory_takes_megatrons_arguments() -> None:
+def test_the_factory_takes_megatrons_arguments():
     """pp_size and vp_size, by place or by name, and what later versions add."""
     for call in ((1, None), ()):
         made = get_forward_backward_func(*call, schedule_pg_collection=None)
@@ -69,16 +65,16 @@ def test_the_factory_takes_megatrons_arguments() -> None:
         ("xyzzy", "known are .*prefix_config, trained"),
     ],
 )
-def test_the_factory_refuses_what_it_does_not_know(name: str, fix: str) -> None:
+def test_the_factory_refuses_what_it_does_not_know(name, fix):
     """It would share in mode "on", whatever was asked for."""
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}': .*{fix}"):
         get_forward_backward_func(**{name: PrefixConfig(mode="off")})
 
 
-def test_the_factory_takes_what_the_running_megatron_takes(monkeypatch) -> None:
+def test_the_factory_takes_what_the_running_megatron_takes(monkeypatch):
     """A later release may add an argument, and mode "auto" ends no run for it."""
 
-    def newer(pp_size=None, vp_size=None, *, of_2030=None) -> None: ...
+    def newer(pp_size=None, vp_size=None, *, of_2030=None): ...
 
     monkeypatch.setattr(schedules, "get_forward_backward_func", newer)
     assert isinstance(get_forward_backward_func(of_2030=1), PrefixSchedule)
@@ -93,13 +89,13 @@ def test_the_factory_takes_what_the_running_megatron_takes(monkeypatch) -> None:
         ("xyzzy", "known are forward_step_func, data_iterator, .*seq_length"),
     ],
 )
-def test_a_call_refuses_what_it_does_not_know(name: str, fix: str, mode: str) -> None:
+def test_a_call_refuses_what_it_does_not_know(name, fix, mode):
     """It would run a backward that nobody wants."""
     with pytest.raises(TypeError, match=rf"PrefixSchedule\.__call__\(\) .*'{name}': {fix}"):
         run(schedule_with(mode=mode), small_model(), **{name: True})
 
 
-def test_a_call_takes_what_the_running_megatrons_schedules_take(monkeypatch) -> None:
+def test_a_call_takes_what_the_running_megatrons_schedules_take(monkeypatch):
     stock = schedules.forward_backward_no_pipelining
 
     def newer(*, of_2030, **arguments):
@@ -110,7 +106,7 @@ def test_a_call_takes_what_the_running_megatrons_schedules_take(monkeypatch) -> 
     assert_aligned(run(schedule_with(), model, of_2030=1), model)
 
 
-def test_one_schedule_a_process_and_configuration() -> None:
+def test_one_schedule_a_process_and_configuration():
     """Trainers ask for it every step; plans, kernels and pools of the first one must stay."""
     config = PrefixConfig(min_gain=3)
     made = get_forward_backward_func(prefix_config=config)
@@ -120,8 +116,8 @@ def test_one_schedule_a_process_and_configuration() -> None:
     assert get_forward_backward_func() is get_forward_backward_func()
 
 
-def test_a_function_made_anew_in_every_step_is_warned_of_once(caplog) -> None:
-    def none(_: Any) -> None:
+def test_a_function_made_anew_in_every_step_is_warned_of_once(caplog):
+    def none(_):
         return None
 
     config = PrefixConfig(min_gain=3)
@@ -136,13 +132,13 @@ def test_a_function_made_anew_in_every_step_is_warned_of_once(caplog) -> None:
     assert [record.message for record in caplog.records] == [NEW_FUNCTION]
 
 
-def test_a_configuration_is_given_by_name() -> None:
+def test_a_configuration_is_given_by_name():
     with pytest.raises(UserError, match="by name: prefix_config=PrefixConfig"):
         get_forward_backward_func(PrefixConfig())
 
 
 @pytest.mark.parametrize("mode", ["on", "observe"])
-def test_models_and_iterators_may_come_in_lists(mode: str) -> None:
+def test_models_and_iterators_may_come_in_lists(mode):
     model = small_model()
     schedule = schedule_with(mode=mode)
     steps.zero_gradients(model)
@@ -157,7 +153,7 @@ def test_models_and_iterators_may_come_in_lists(mode: str) -> None:
     assert_aligned((logs, steps.gradients(model)), model)
 
 
-def test_only_the_steps_microbatches_are_taken_from_the_iterator() -> None:
+def test_only_the_steps_microbatches_are_taken_from_the_iterator():
     model = small_model()
     source = iter(items(7))
     options = dict(model=model, num_microbatches=5, seq_length=17, micro_batch_size=1)
@@ -169,18 +165,18 @@ def test_only_the_steps_microbatches_are_taken_from_the_iterator() -> None:
 class Recorder:
     """Timers that note what happens to them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[Any, ...]] = []
 
-    def __call__(self, name: str, log_level: int | None = None) -> SimpleNamespace:
-        def start(barrier: bool = False) -> None:
+    def __call__(self, name, log_level=None):
+        def start(barrier=False):
             self.calls.append((name, "start", log_level, barrier))
 
         return SimpleNamespace(start=start, stop=lambda: self.calls.append((name, "stop")))
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_timers_are_megatrons(forward_only: bool) -> None:
+def test_timers_are_megatrons(forward_only):
     model, twin = small_model(), small_model()
     calls = []
     for schedule, chunk in ((schedule_with(), model), (stock_schedule(), twin)):
@@ -197,14 +193,14 @@ def test_timers_are_megatrons(forward_only: bool) -> None:
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("force", [False, True])
-def test_gradients_are_finished_once(per_token: bool, force: bool) -> None:
+def test_gradients_are_finished_once(per_token, force):
     model = small_model()
     config, calls = unwrap(model).config, []
     contract = Contract(per_token=per_token)
     contract.configure(model)
     groups = default_groups()
 
-    def finish(models: Any, num_tokens: Tensor | None, **options: Any) -> None:
+    def finish(models, num_tokens, **options):
         calls.append((models, num_tokens, options))
 
     config.finalize_model_grads_func = finish
@@ -220,18 +216,18 @@ def test_gradients_are_finished_once(per_token: bool, force: bool) -> None:
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_everything_runs_inside_no_sync_func(as_list: bool) -> None:
+def test_everything_runs_inside_no_sync_func(as_list):
     model = small_model()
     entered = []
 
     @contextlib.contextmanager
-    def no_sync() -> Iterator[None]:
+    def no_sync():
         entered.append("in")
         yield
         entered.append("out")
 
     class Noting(Contract):
-        def loss_func(self, batch: Microbatch) -> Any:
+        def loss_func(self, batch):
             entered.append("loss")
             return super().loss_func(batch)
 
@@ -242,7 +238,7 @@ def test_everything_runs_inside_no_sync_func(as_list: bool) -> None:
     assert entered == ["in", *["loss"] * 5, "out", "finish"]
 
 
-def test_an_optimizers_own_scale_is_not_the_trainers() -> None:
+def test_an_optimizers_own_scale_is_not_the_trainers():
     """Which may say something else for every microbatch, and holds back some ways of sharing."""
     model = small_model()
     for scale in (None, 2.0):
@@ -252,7 +248,7 @@ def test_an_optimizers_own_scale_is_not_the_trainers() -> None:
     assert own_scale_functions(unwrap(model).config) == (torch.neg,)
 
 
-def test_forward_only_touches_no_gradient() -> None:
+def test_forward_only_touches_no_gradient():
     model = small_model()
     run(schedule_with(), model)
     before = steps.gradients(model)
@@ -265,10 +261,10 @@ def test_forward_only_touches_no_gradient() -> None:
         assert all(torch.equal(g, before[n]) for n, g in steps.gradients(model).items())
 
 
-def test_a_step_without_a_loss_function_returns_outputs() -> None:
+def test_a_step_without_a_loss_function_returns_outputs():
     """Megatron's schedules append the model's output then; ours is zero in front of the loss."""
 
-    def step(data_iterator: Iterator[Microbatch], chunk: Any) -> Any:
+    def step(data_iterator, chunk):
         return Contract().step(data_iterator, chunk)[0], None
 
     found = steps.call(schedule_with(), step, small_model(), items(), forward_only=True)

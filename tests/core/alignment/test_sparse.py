@@ -1,10 +1,7 @@
 """DeepSeek's sparse attention under the prefix schedule in fp64, against plain autograd and the
 stock schedule; its indexer is not trained."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,31 +33,31 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank(), sparse.rotating():
         yield
 
 
-def built(name: str, **options: Any) -> Any:
+def built(name, **options):
     """One of MODELS."""
     return model_of(MODELS[name].get("config", {}), spec=MODELS[name].get("spec", {}), **options)
 
 
 @functools.cache
-def expected_of(name: str) -> steps.Reference:
+def expected_of(name):
     """Of one of MODELS, by plain autograd."""
     return steps.plain(built(name, wrap_ddp=False), steps.Contract(), hybrid.items())
 
 
 @pytest.mark.parametrize("most", [1, 500])
-def test_some_queries_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_queries_at_a_time(most, monkeypatch):
     monkeypatch.setattr(blocks, "MAX_SCORES", most)
     for options in ({}, {"chunk_tokens": 7}, {"memory": "offload"}):
         assert worst(model_of({}), expected_of("six keys"), **options) <= EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_keys_are_chosen_by_scores_in_fp32(dtype: torch.dtype) -> None:
+def test_keys_are_chosen_by_scores_in_fp32(dtype):
     """Of keys in half precision: rounded once more, many scores are equal."""
     draw = torch.Generator().manual_seed(3)
     shapes = (40, 4, 32), (200, 32), (40, 4)
@@ -71,9 +68,7 @@ def test_keys_are_chosen_by_scores_in_fp32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("heads", "is_tied"), [(1, True), (16, False)])
-def test_ties_are_told(
-    heads: int, is_tied: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ties_are_told(heads, is_tied, monkeypatch, caplog):
     """Half of one head's scores are zero; which of these stock takes, no copy of a prompt can know.
     Nothing is shared, nothing differs: then rows are as long as stock's."""
     monkeypatch.setattr(Sparse, "has_warned", False)
@@ -87,8 +82,8 @@ def test_ties_are_told(
     assert len(told) == is_tied
 
 
-def test_a_frozen_indexer_has_no_gradient() -> None:
-    def freeze(model: Any) -> Any:
+def test_a_frozen_indexer_has_no_gradient():
+    def freeze(model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".indexer." not in name)
         return model
@@ -105,7 +100,7 @@ def test_a_frozen_indexer_has_no_gradient() -> None:
             assert largest <= EXACT * expected.terms[name], name
 
 
-def test_an_indexer_that_is_trained_gets_zeros() -> None:
+def test_an_indexer_that_is_trained_gets_zeros():
     """Not nothing: whoever reduces gradients when they come waits for each of them."""
     model = model_of({}, wrap_ddp=False)
     steps.call(schedule_with(chunk_tokens=7), steps.Contract().step, model, hybrid.items())
@@ -119,15 +114,15 @@ def test_an_indexer_that_is_trained_gets_zeros() -> None:
 class Shape:
     """A spec with an indexer, as Megatron's config has it."""
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, **fields):
         self._spec = resolve("tiny-deepseek", **sparse.DENSE)
         vars(self).update({**sparse.DSA, **fields})
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._spec, name)
 
 
-def test_work_and_weights_are_those_of_the_modules() -> None:
+def test_work_and_weights_are_those_of_the_modules():
     latent = MLA().work(Shape())
     assert DSA().work(Shape()).pairs == latent.pairs + 16 * 16
     decoder = language_model(model_of({}, wrap_ddp=False)).decoder
@@ -149,7 +144,7 @@ def test_work_and_weights_are_those_of_the_modules() -> None:
      ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
       "DSA with core_attn in recompute_modules")],
 )  # fmt: skip
-def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_what_is_refused(fields, message):
     with pytest.raises(CannotShare, match=message):
         hybrid.report_of(model_of(fields))
 
@@ -159,7 +154,7 @@ def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
     [({"context_parallel_size": 2}, "DSA with context parallelism"),
      ({"dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq above 1")],
 )  # fmt: skip
-def test_what_this_release_has_not_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_what_this_release_has_not_is_refused(fields, message):
     part = table.payload_parts(language_model(model_of({}, wrap_ddp=False)))[0]
     vars(part.module.config).update(fields)
     assert part.kind is not None
@@ -168,7 +163,7 @@ def test_what_this_release_has_not_is_refused(fields: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize("absorbed", [False, True])
-def test_other_forwards_of_such_layers_are_refused(absorbed: bool) -> None:
+def test_other_forwards_of_such_layers_are_refused(absorbed):
     """From 0.19 on Megatron's own spec has one that puts the projection into queries."""
     model = model_of({})
     for layer in language_model(model).decoder.layers:
@@ -182,7 +177,7 @@ def test_other_forwards_of_such_layers_are_refused(absorbed: bool) -> None:
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])
-def test_mode_auto_trains_the_indexer_by_the_stock_schedule(is_sparse: bool) -> None:
+def test_mode_auto_trains_the_indexer_by_the_stock_schedule(is_sparse):
     """Bit for bit."""
     fields = {"dsa_indexer_loss_coeff": 0.5, "dsa_indexer_use_sparse_loss": is_sparse}
     found = []

@@ -1,11 +1,7 @@
 """Outputs that no loss looks at are not computed, and everything else is as if they were."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +14,21 @@ from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Forest
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract, Microbatch
+from tests.harness.steps import Contract
 
 CONFIG = PrefixConfig(min_gain=0, kernel="math", mode="on")
 
 
 @pytest.fixture
-def rank() -> Iterator[None]:
+def rank():
     with one_rank():
         yield
 
 
-def items() -> list[Microbatch]:
+def items():
     """Groups that begin to train inside of a shared prompt, and a rollout that shares nothing."""
     found = [*steps.group(0, 3), *steps.group(1, 1), *steps.group(2, 2)]
     for item in found[::2]:
@@ -43,7 +38,7 @@ def items() -> list[Microbatch]:
 
 
 @contextlib.contextmanager
-def counted(model: Any) -> Iterator[Counter[str]]:
+def counted(model):
     """Counts the positions that go through the MLPs' first products and the output layer."""
     seen: Counter[str] = Counter()
     inner, undo = unwrap(model), []
@@ -51,7 +46,7 @@ def counted(model: Any) -> Iterator[Counter[str]]:
     modules = {name: getattr(mlp, "linear_fc1", mlp) for name, mlp in modules.items()}
     for name, module in [*modules.items(), ("output", inner.output_layer)]:
 
-        def hook(_: Any, args: Any, __: Any, name: str = name) -> None:
+        def hook(_, args, __, name=name):
             seen[name] += args[0].shape[0] * args[0].shape[1]
 
         undo.append(module.register_forward_hook(hook).remove)
@@ -62,7 +57,7 @@ def counted(model: Any) -> Iterator[Counter[str]]:
             one()
 
 
-def num_read(forest: Forest) -> int:
+def num_read(forest):
     """Positions that carry loss in any rollout, at least two a segment with loss."""
     trained = [pairs.trained for item in items() for pairs in steps.pairs_of(item)]
     found = 0
@@ -82,16 +77,14 @@ def num_read(forest: Forest) -> int:
      (Contract(logits=True), {"segment_tokens": 8, "chunk_tokens": 4}, "none"),
      (Contract(), {"memory": "recompute"}, "full")],
 )  # fmt: skip
-def test_only_what_is_read_is_computed(
-    contract: Contract, options: dict[str, Any], recompute: str
-) -> None:
+def test_only_what_is_read_is_computed(contract, options, recompute):
     model = small_model(recompute=recompute, wrap_ddp=False)
     expected = steps.plain(model, contract, items())
     schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), **options}))
     steps.zero_gradients(model)
     with counted(model) as seen:
         steps.call(schedule, contract.step, model, items())
-    forest = schedule.report.forest  # type: ignore[union-attr]
+    forest = schedule.report.forest
     steps.assert_gradients(steps.gradients(model), expected, forest.raw_tokens)
     times = 2 if recompute == "full" else 1
     assert num_read(forest) < 0.8 * forest.executed_tokens
@@ -102,14 +95,14 @@ def test_only_what_is_read_is_computed(
 
 
 @pytest.mark.usefixtures("rank")
-def test_routers_see_all_positions() -> None:
+def test_routers_see_all_positions():
     """Their losses count positions of the last layer, too; the output layer runs on fewer."""
     model = small_model("tiny-moe", wrap_ddp=False)
     schedule = PrefixSchedule(CONFIG)
     steps.zero_gradients(model)
     with counted(model) as seen:
         steps.call(schedule, Contract().step, model, items())
-    forest = schedule.report.forest  # type: ignore[union-attr]
+    forest = schedule.report.forest
     assert seen["mlp 1"] == seen["mlp 0"] == forest.executed_tokens
     assert seen["output"] == num_read(forest)
 
@@ -117,12 +110,12 @@ def test_routers_see_all_positions() -> None:
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize("logits", [False, True])
 @pytest.mark.parametrize("place", [0, 12], ids=["prompt", "response"])
-def test_a_loss_that_looks_at_other_positions_is_refused(logits: bool, place: int) -> None:
+def test_a_loss_that_looks_at_other_positions_is_refused(logits, place):
     """A single rollout's prompt is in one segment with its response."""
     contract, data = Contract(logits=logits), steps.group(1, 1)
     data[0]["loss_mask"][:, 12] = 0.0
 
-    def step(iterator: Iterator[Microbatch], model: Any) -> Any:
+    def step(iterator, model):
         batch = next(iterator)
         output, _ = contract.step(iter([batch]), model)
         other = batch["loss_mask"].clone()
@@ -133,7 +126,7 @@ def test_a_loss_that_looks_at_other_positions_is_refused(logits: bool, place: in
         steps.call(PrefixSchedule(CONFIG), step, small_model(), data)
 
 
-def gradients_of(name: str, layers: str) -> dict[str, Any]:
+def gradients_of(name, layers):
     """Gradients of a pipeline's stage, by the layers that its stages have."""
     from megatron_prefix.lab import runtime
     from megatron_prefix.lab.models.build import build_model
@@ -153,7 +146,7 @@ def gradients_of(name: str, layers: str) -> dict[str, Any]:
     }
 
 
-def test_a_stage_may_have_the_output_layer_and_no_other() -> None:
+def test_a_stage_may_have_the_output_layer_and_no_other():
     whole, bare = (
         {name: gradient for one in run_ranks(2, gradients_of, "tiny-llama", layers)
          for name, gradient in one.items()}

@@ -1,8 +1,6 @@
 """Vision-language models: positions of three rows, embeddings in place of tokens, rows that layers
 add; in every layout against the stock schedule."""
 
-from __future__ import annotations
-
 import traceback
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -117,7 +115,7 @@ JOBS = {
 }  # fmt: skip
 
 
-def compare(case: Case, layout: Layout) -> None:
+def compare(case, layout):
     """Ours against the stock schedule on the same calls."""
     from megatron.core import parallel_state
 
@@ -157,22 +155,22 @@ def compare(case: Case, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_steps_are_the_stock_schedules(job: str) -> None:
+def test_steps_are_the_stock_schedules(job):
     check_cases(*JOBS[job], compare)
 
 
-def refuse_packs(_: Any, layout: Layout) -> None:
+def refuse_packs(_, layout):
     """A model that may have packed rows inside is given packs."""
     chunks = vision.build(OWN.model, layout, **OWN.build)
     with pytest.raises(CannotShare, match="a pack in Qwen2_5_VLModel"):
         run_step(PrefixSchedule(PrefixConfig(**CONFIG)), vision.Trainer(PACKED, 3, layout), chunks)
 
 
-def test_packs_in_a_model_that_is_its_own_language_model() -> None:
+def test_packs_in_a_model_that_is_its_own_language_model():
     check_cases(Layout(), {"packs": None}, refuse_packs)
 
 
-def fall_back(layout: Layout) -> str:
+def fall_back(layout):
     """What is wrong with a step that the stock schedule takes after all, "" for nothing."""
     runtime.initialize(layout)
     try:
@@ -196,6 +194,6 @@ def fall_back(layout: Layout) -> str:
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
-def test_the_stock_schedule_can_still_take_a_step(layout: Layout) -> None:
+def test_the_stock_schedule_can_still_take_a_step(layout):
     found = run_ranks(layout.world_size, fall_back, layout)
     assert not any(found), "\n".join(found)

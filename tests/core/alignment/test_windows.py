@@ -1,11 +1,8 @@
 """Layers with a sliding window and attention sinks, in fp64 against plain autograd."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import UserList
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +18,12 @@ EXACT = hybrid.limit(128, 3)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
-def window(left: int, every: Any = 2, **more: Any) -> dict[str, Any]:
+def window(left, every=2, **more):
     return {"window_size": (left, 0), "window_attn_skip_freq": every, **more}
 
 
@@ -46,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 CONTRACT, ITEMS = Contract(), hybrid.items()
 
 
-def model_of(overrides: dict[str, Any], **options: Any) -> Any:
+def model_of(overrides, **options):
     """Equal arguments give equal weights; sinks are not zero."""
     model = small_model(spec={"num_layers": 3}, config_overrides=overrides, **options)
     for number, (name, parameter) in enumerate(unwrap(model).named_parameters()):
@@ -57,13 +54,13 @@ def model_of(overrides: dict[str, Any], **options: Any) -> Any:
 
 
 @functools.cache
-def expected_of(name: str) -> steps.Reference:
+def expected_of(name):
     """Of one of MODELS, by plain autograd."""
     return steps.plain(model_of(MODELS[name], wrap_ddp=False), Contract(), hybrid.items())
 
 
 @pytest.mark.parametrize("before", ["every layer (Mistral)", "none"])
-def test_a_window_that_changes_is_seen(before: str) -> None:
+def test_a_window_that_changes_is_seen(before):
     model = model_of(MODELS.get(before, {}))
     expected = steps.plain(model_of(MODELS.get(before, {}), wrap_ddp=False), CONTRACT, ITEMS)
     assert hybrid.worst(model, expected) <= EXACT
@@ -74,7 +71,7 @@ def test_a_window_that_changes_is_seen(before: str) -> None:
     assert hybrid.worst(model, narrow) <= EXACT < hybrid.worst(model, expected)
 
 
-def test_layers_with_a_window_keep_less() -> None:
+def test_layers_with_a_window_keep_less():
     held = [
         hybrid.report_of(model_of(MODELS[name])).cache_bytes for name in ("window 3", "window 200")
     ]
@@ -82,7 +79,7 @@ def test_layers_with_a_window_keep_less() -> None:
 
 
 @pytest.mark.parametrize("ends", [(4, 2), (0, 0), (5, -1), (-1, 0)])
-def test_other_windows_are_refused(ends: tuple[int, int]) -> None:
+def test_other_windows_are_refused(ends):
     model = model_of({"window_size": ends})
     with pytest.raises(CannotShare, match=re.escape(f"window_size {ends}: give (positions")):
         hybrid.worst(model, expected_of("gpt-oss"))
@@ -93,16 +90,16 @@ class Pair(UserList[int]):
 
 
 @pytest.mark.parametrize("given", [[5, 0], Pair([5, 0])])
-def test_any_pair_is_a_window(given: Any) -> None:
+def test_any_pair_is_a_window(given):
     assert hybrid.worst(model_of(window(0) | {"window_size": given}), five()) <= EXACT
 
 
 @functools.cache
-def five() -> steps.Reference:
+def five():
     return steps.plain(model_of(window(5), wrap_ddp=False), Contract(), hybrid.items())
 
 
-def test_the_layer_says_what_its_window_is() -> None:
+def test_the_layer_says_what_its_window_is():
     """Whatever the config says later."""
     model = model_of(window(5))
     for other in ((3, 0), None, 7):

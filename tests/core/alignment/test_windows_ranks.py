@@ -3,10 +3,7 @@
 Steps are rows of tests/test_cases_on_ranks.py, as are mistakes that they notice.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ from tests.harness.one_rank import one_rank, small_model
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("last", [1, 3, 8, 100])
-def test_last_rows_are_dealt_once(size: int, last: int) -> None:
+def test_last_rows_are_dealt_once(size, last):
     """Of all last positions each is some rank's, at its place."""
     lengths = [8 * size, 2 * size, 12 * size]
     left = [Form("positions", last).rows(length) for length in lengths]
@@ -45,9 +42,7 @@ def test_last_rows_are_dealt_once(size: int, last: int) -> None:
      ("off-by-one", "all_gather", [SINKS_CP]), ("learnable", "p2p", [SINKS_CP, WINDOW_CP]),
      ("learnable", "a2a", [LEARNED_SINKS_CP])],
 )  # fmt: skip
-def test_what_the_stock_module_cannot_do_is_refused(
-    softmax: str, how: str | None, expected: list[Any]
-) -> None:
+def test_what_the_stock_module_cannot_do_is_refused(softmax, how, expected):
     """The module says how it exchanges keys; Megatron's own one has no context parallelism."""
     with one_rank():
         window = {"window_size": (4, 0), "softmax_type": softmax}

@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from megatron_prefix.lab.numerics import (
-    accumulator_dtype,
-    assert_close,
-    relative_error,
-)
+from megatron_prefix.lab.numerics import accumulator_dtype, assert_close, relative_error
 
 
 def test_a_rounded_long_sum_fits_and_a_wrong_term_does_not():

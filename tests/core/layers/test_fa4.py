@@ -45,9 +45,18 @@ class StandIn:
         return Runs(queries, keys, call["causal"])
 
     def _flash_attn_fwd(
-        self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        softmax_scale=None, causal=False, return_lse=False,
-    ):  # fmt: skip
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        softmax_scale=None,
+        causal=False,
+        return_lse=False,
+    ):
         assert return_lse and isinstance(softmax_scale, float)
         runs = self.runs(q, k, {**locals()})
         rows = [x.flatten(0, 1) if q.ndim == 4 else x for x in (q, k, v)]
@@ -59,9 +68,20 @@ class StandIn:
         return out, lse, None, None, None
 
     def _flash_attn_bwd(
-        self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, cu_seqlens_q=None,
-        cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    ):  # fmt: skip
+        self,
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale=None,
+        causal=False,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+    ):
         runs = self.runs(q, k, {**locals()})
         dense = q.ndim == 4
         heads = q.shape[-2]
@@ -120,10 +140,7 @@ def test_more_runs_are_several_calls(num, library):
 # Where it runs ------------------------------------------------------------------------------------
 
 
-def refusal(
-    monkeypatch, capability, width, width_v,
-    group = 2,
-):  # fmt: skip
+def refusal(monkeypatch, capability, width, width_v, group=2):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     shapes = (2 * group, width), (2, width), (2, width_v)
     return FA4.refusal(*(on_cuda(torch.empty(4, *one, dtype=torch.bfloat16)) for one in shapes))
@@ -139,10 +156,7 @@ def refusal(
         ((12, 0), (128, 128), 4, "got 12.0"),
     ],
 )  # fmt: skip
-def test_devices_and_widths(
-    capability, widths, group, reason,
-    library, monkeypatch,
-):  # fmt: skip
+def test_devices_and_widths(capability, widths, group, reason, library, monkeypatch):
     found = refusal(monkeypatch, capability, *widths, group)
     assert (found is None) if reason is None else (found is not None and reason in found)
 

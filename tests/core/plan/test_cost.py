@@ -13,13 +13,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers.model import cost_of
-from megatron_prefix.plan.cost import (
-    CostModel,
-    Work,
-    features,
-    segment_work,
-    stock_work,
-)
+from megatron_prefix.plan.cost import CostModel, Work, features, segment_work, stock_work
 from megatron_prefix.plan.gate import Decision, decide, unshared, without_sharing
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import make_plan

@@ -78,13 +78,7 @@ def counted_collectives():
     return made
 
 
-def cut(
-    layout,
-    shapes,
-    overrides=None,
-    num_steps=4,
-    **fields,
-):
+def cut(layout, shapes, overrides=None, num_steps=4, **fields):
     """A rank's part of some equal steps; `overrides`: options of the model."""
     runtime.initialize(layout)
     prediction.LEAST_OVER, step_planner.LEAST_SEGMENT = 0.0, 16

@@ -22,13 +22,7 @@ from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.tree import Pairs, TreeOptions, beginnings, build
 from megatron_prefix.tree.beginnings import most_saved
 from tests.harness.fuzzing import rounds
-from tests.harness.trees import (
-    received,
-    rollout_sets,
-    tree_options,
-    trie_size,
-    with_routes,
-)
+from tests.harness.trees import received, rollout_sets, tree_options, trie_size, with_routes
 
 
 def dealt(seed, num_ranks):

@@ -59,8 +59,7 @@ def test_plans_of_all_ranks_are_written(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "setting"),
-    [("--pp 2 --vpp 2", "on"), ("--ep 2", "auto"), ("--cp 2", "on")],
+    ("layout", "setting"), [("--pp 2 --vpp 2", "on"), ("--ep 2", "auto"), ("--cp 2", "on")]
 )
 def test_ranks_of_every_layout_are_planned(capsys, layout, setting):
     options = ["--dp", "2", "--deal", "random", "--min-gain", "8", *layout.split()]

@@ -72,10 +72,7 @@ def test_pads_of_a_prompt_that_is_a_list_of_its_own(source):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"attention_mask": [0, 0, 1, 1, 0, 1, 1, 0]},
-            "attention_mask: is 0 inside the rollout",
-        ),
+        ({"attention_mask": [0, 0, 1, 1, 0, 1, 1, 0]}, "attention_mask: is 0 inside the rollout"),
         ({"attention_mask": [0] * 8}, "attention_mask: is 0 for all 8 tokens of the row"),
         ({"attention_mask": [1] * 7}, "attention_mask: not one entry for each of 8 tokens (7)"),
         ({"loss_mask": None, "prompt_len": 4}, "prompt_len: it is not clear whether 4 counts the"),

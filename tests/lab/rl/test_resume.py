@@ -74,10 +74,9 @@ def one_step(tmp_path_factory):
     ],
 )
 def test_something_else_is_not_resumed(one_step, change, message):
-    options = {
-        "model": ModelOptions("tiny-llama"),
-        "dtype": replace(SMALL, dtype="float64"),
-    }.get(change, SMALL)
+    options = {"model": ModelOptions("tiny-llama"), "dtype": replace(SMALL, dtype="float64")}.get(
+        change, SMALL
+    )
     groups = None
     if change == "rollouts":  # the same vocabulary, so that only the rollouts differ
         groups = bundled()

@@ -9,9 +9,7 @@ from megatron_prefix.features.plan_files.table import from_csv
 from megatron_prefix.lab.plans import catalogue
 from tests.harness.command_line import forked
 from tests.harness.data import BUNDLED
-from tests.harness.pipelines import (
-    FOLDER,
-)
+from tests.harness.pipelines import FOLDER
 
 TWO_STAGES = ["--pp", "2", "--set", "num_layers=2"]
 
