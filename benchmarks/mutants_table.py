@@ -823,7 +823,7 @@ _ROUTES = (
         "features/replay/segments.py",
         "return torch.where(numbers < MOST_EXPERTS - MARKS, numbers, numbers - MOST_EXPERTS)",
         "return numbers",
-        _REPLAY,
+        _TABLE,
     ),
     _replay(
         "offsets-of-all-context-parallel-ranks",

@@ -22,7 +22,7 @@ tests=(
     tests/repository/test_launch_scripts.py
     tests/repository/test_packaging.py
     tests/repository/test_shipped.py
-    tests/lab/rl/test_run_folder.py
+    tests/lab/rl/test_resume.py
     tests/lab/runtime/test_runtime.py
     # Linters say the same on every Python.
     --deselect tests/repository/test_packaging.py::test_linters_agree

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.trainers import vision_models, vision_sources
 from megatron_prefix.lab.runtime import Layout
 from tests.core.alignment.test_vision import PADDED, ROWS, SINGLE, Case, compare
-from tests.harness.cases import check_cases
+from tests.harness.ranks import check_cases
 from tests.harness.vision import Kept
 
 WHY = vision_sources.missing()

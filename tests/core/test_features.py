@@ -16,7 +16,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.calls import Callbacks, ModelCall
-from tests.core.test_purity import in_fresh_interpreter
+from tests.core.test_rooms import in_fresh_interpreter
 from tests.harness import data
 from tests.harness.one_group import assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model

@@ -1,15 +1,9 @@
 """Watches what a step keeps outside of autograd: its arenas, and what takes tensors to the host."""
 
-from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_prefix.features.host.segment import Offloader
 from megatron_prefix.sidecar.arena import Arena
-
-Seen = Callable[[Tensor], Any]
 
 
 class Storages:

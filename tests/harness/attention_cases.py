@@ -58,7 +58,6 @@ CASES = {
     "long enough for several tiles": Case((700,), (230, 70), heads=2, kv_heads=1),
 }  # fmt: skip
 NARROW = Case((21, 5), (9, 9, 4), dim=24, dim_v=16)
-WIDE = Case((21,), (7, 7), dim=8, dim_v=32)
 
 
 def on_cuda(x):

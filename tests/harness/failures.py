@@ -1,10 +1,6 @@
 """Steps that fail: the places where they can, and two trees on which they do."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
@@ -65,9 +61,6 @@ def raised(error, function, *args):
     except error as caught:
         return str(caught)
     raise AssertionError(f"no {error.__name__}")
-
-
-Inject = Callable[[pytest.MonkeyPatch, Any, Callable[[], None]], None]
 
 
 def before_call(owner, name):

@@ -6,9 +6,6 @@ thousands of times in a step of ranks, a tenth of their time.
 """
 
 import types
-from typing import TypeVar
-
-T = TypeVar("T")
 
 SLOTS = 40_000
 """Of 8 bytes: a piece is a power of two, here 512 KiB, and 24,000 slots of it are left for what

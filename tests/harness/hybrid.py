@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from megatron_prefix.lab import numerics
-from megatron_prefix.lab.models.presets import PRESETS
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
@@ -29,14 +28,6 @@ def gated_delta(layers: int = 2, every: int = 2) -> dict[str, Any]:
 def mamba(pattern: str = "M*M-") -> dict[str, Any]:
     """Fields of a spec with layers by symbols."""
     return {"num_layers": len(pattern), "hybrid_override_pattern": pattern}
-
-
-def mixed(pattern: str) -> dict[str, Any]:
-    """Options of `model_of` with Mamba2 and GatedDeltaNet in one model."""
-    sizes = {name: value for name, value in vars(PRESETS[GDN]).items() if "linear_" in name}
-    # GatedDeltaNet's convolution takes the MLP's activation, and only SiLU.
-    fields = {**sizes, **mamba(pattern), "linear_attention_freq": None, "gated_linear_unit": True}
-    return {"spec": fields}
 
 
 SPECS: dict[str, dict[str, Any]] = {GDN: gated_delta(), MAMBA: mamba()}

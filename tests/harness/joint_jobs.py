@@ -7,10 +7,12 @@ import numpy as np
 
 from megatron_prefix.features.across.common import beginnings_of, common_spans
 from megatron_prefix.features.across.tries import find_below
+from megatron_prefix.lab.plans.job_plan import job_plan
 from megatron_prefix.lab.plans.joint_program import Pipeline, Programs, joint_programs
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan, with_crossing
 from megatron_prefix.tree import Pairs, TreeOptions
+from tests.harness.trees import flat_rollouts
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,26 @@ def _rollout(rng, prompt):
     tokens = np.array(prompt[:cut] + [rng.randrange(3) for _ in range(rng.randint(2, 20))])
     begin = rng.choice((cut, cut, rng.randint(1, cut)))
     return Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= begin - 1)
+
+
+def random_job(rng):
+    """Random rollouts on two to four ranks, some of which have none."""
+    ranks = [*dealt(rng, Sizes(rng.randint(2, 4)))]
+    options = TreeOptions(
+        min_gain=0, share="batch", segment_tokens=rng.choice((0, 40, 100)),
+        chunk_tokens=rng.choice((0, 0, 12)),
+    )  # fmt: skip
+    return job_plan(ranks, [[*range(len(one))] for one in ranks], options)
+
+
+def crossing_plan():
+    """The first one of two ranks, each of which sends to the other."""
+    return crossing_job().plans[0]
+
+
+def crossing_job():
+    """Six groups of four rollouts, of which each of two ranks has two."""
+    rollouts, _ = flat_rollouts(64, 16, 4, 6)
+    options = TreeOptions(min_gain=0, segment_tokens=64, share="batch")
+    ranks = [[*rollouts[start::2]] for start in range(2)]
+    return job_plan(ranks, [[*range(12)]] * 2, options)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,6 @@ from megatron_prefix.sidecar.row_exchange import RowExchange
 from megatron_prefix.tree import TreeOptions, build
 from megatron_prefix.tree.payload_map import Form
 from tests.harness.trees import flat_rollouts
-
-T = TypeVar("T")
 
 
 class World:

@@ -1,7 +1,7 @@
 """Several ranks in a test: a fresh set of forked processes each time."""
 
 import multiprocessing
-from typing import TypeVar
+import traceback
 
 import numpy.ma  # noqa: F401  # np.median wants it; these are imported once, not in every rank
 import torch
@@ -10,8 +10,6 @@ import torch._dynamo  # the optimizer does
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.lab.runtime.launch import kept_from_collection
-
-T = TypeVar("T")
 
 cpu.enable(hide_gpus=True)
 torch.set_num_threads(1)
@@ -33,3 +31,29 @@ def forked(target, *args, daemon=False):
     with kept_from_collection():
         process.start()
     return process
+
+
+def run_cases(layout, cases, compare):
+    """A rank's part of a job: what went wrong in each case, "" for nothing."""
+    runtime.initialize(layout)
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = compare(case, layout) or ""
+        except Exception:  # noqa: BLE001  # the case fails, and the next one tells its own story
+            found[name] = traceback.format_exc()
+    runtime.shutdown()
+    return found
+
+
+def check_cases(layout, cases, compare):
+    """Runs a job, and fails with all that went wrong in any case on any rank."""
+    failures = [
+        f"{name}, rank {rank}:\n{text}"
+        for rank, found in enumerate(
+            run_ranks(layout.world_size, run_cases, layout, cases, compare)
+        )
+        for name, text in found.items()
+        if text
+    ]
+    assert not failures, "\n".join(failures)

@@ -9,8 +9,6 @@ from megatron_prefix.tree import Place, Segment, Span
 from megatron_prefix.tree.payload_map import Form, payload_map
 
 HEADS, DIM, VALUE_DIM, LAYERS = 2, 4, 3, 4
-SpanOf = tuple[tuple[int, int] | None, int]
-"""A span's parent and length."""
 
 
 def forms(num_layers, recurrent=()):

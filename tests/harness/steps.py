@@ -29,36 +29,28 @@ class Contract:
     """How a trainer's loss looks.
 
     Attributes:
-        triple: the loss function returns (sum, number of tokens, logs), else (loss, logs).
         per_token: Megatron's calculate_per_token_loss.
         logits: the model is called without labels.
-        sequence_level: a term that is not a sum over positions.
         scale: factor of grad_scale_func, None for none.
     """
 
-    triple: bool = True
     per_token: bool = False
     logits: bool = False
-    sequence_level: bool = False
     scale: float | None = None
 
     def loss_func(self, batch):
         """The trainer's loss function for one microbatch."""
 
-        def loss_func(output, non_loss_data=False):
+        def loss_func(output):
             nll = _nll(output, batch["labels"]) if self.logits else output
             mask = batch["loss_mask"].to(nll.dtype)
             masked = nll * mask
-            if non_loss_data:
-                return {"uid": batch["uid"], "trained": masked[batch["loss_mask"] != 0].detach()}
             loss = (masked * batch["weight"]).sum()
-            if self.sequence_level:
-                loss = loss + (0.1 * masked.sum(1)).tanh().sum()
             num_tokens = batch["loss_mask"].sum().to(torch.int32)
             logs = {
                 "uid": batch["uid"], "loss": loss.detach().clone(), "sum": masked.sum().detach(),
             }  # fmt: skip
-            return (loss, num_tokens, logs) if self.triple else (loss, logs)
+            return loss, num_tokens, logs
 
         return loss_func
 
@@ -188,26 +180,14 @@ class Reference(NamedTuple):
 
 def plain(model, contract, items):
     """Every microbatch whole, one after the other, on a model without DDP and without hooks."""
-    totals = {}
-    terms = {}
-    logs = []
-    tokens = sum(int(item["loss_mask"].sum()) for item in items)
+    totals, terms, logs = {}, {}, []
     for item in items:
         output, loss_func = contract.step(iter([item]), model)
         loss, *_, log = loss_func(output)
         logs.append(log)
-        if contract.triple and not contract.per_token:
-            loss = loss / max(int(item["loss_mask"].sum()), 1) / len(items)
-        elif not contract.triple:
-            loss = loss / len(items)
         model.zero_grad(set_to_none=True)
-        (loss * (contract.scale or 1.0)).backward()
-        # Megatron divides an int32 count into 1.0 and so rounds to fp32
-        # (megatron/core/distributed/finalize_model_grads.py).
-        per_token = contract.triple and contract.per_token and tokens
-        factor = 1.0 / torch.tensor(tokens, dtype=torch.int32) if per_token else 1.0
+        (loss / max(int(item["loss_mask"].sum()), 1) / len(items)).backward()
         for name, gradient in gradients(model).items():
-            gradient = gradient * factor
             totals[name] = totals.get(name, 0.0) + gradient
             terms[name] = terms.get(name, 0.0) + float(gradient.abs().max())
     model.zero_grad(set_to_none=True)

@@ -39,7 +39,6 @@ class Permitted(NamedTuple):
     kinds: tuple[str, ...] = ()
 
 
-_STATIC = {"lengths": "equal"}
 KNOWN: tuple[Known, ...] = (
     Known({"wrapper": "instance_forward"}, SHARED, "a forward of the instance derives positions"),
     Known({"hook": "regulariser"}, SHARED, "activation regularisers inside a layer"),

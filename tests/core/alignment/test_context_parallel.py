@@ -1,11 +1,16 @@
 """Which context-parallel ranks decide together; steps are rows of tests/test_cases_on_ranks.py."""
 
+import collections
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
@@ -13,10 +18,12 @@ from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.data import BUNDLED
 from tests.harness.predicted import predicted_bytes
 from tests.harness.ranks import run_ranks
@@ -70,3 +77,117 @@ def test_a_sidecar_on_the_host_is_refused(capsys):
     assert main(["align", "--rollouts", str(BUNDLED), *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "cache_host_layers is for whole sequences" in captured.err
+
+
+# What ranks send one another in a step, counted ---------------------------------------------------
+
+
+GROUPS = [*generate(2, 15, 34, 3, vocab_size=64, uneven=True, tree="turns", depth=2)]
+"""Turns are trained, and shared."""
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what this rank gives to the collectives of one group: by kind and elements."""
+
+    def __init__(self, group):
+        super().__init__()
+        self._name = group.group_name
+        self.seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and self._name in _groups(args):
+            kind = str(func)
+            given = (
+                args[1]
+                if kind in ("c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default")
+                else args[0]
+            )
+            for tensor in given if isinstance(given, Sequence) else [given]:
+                self.seen[kind.split(".")[1].strip("_"), tensor.dtype, tensor.numel()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _groups(args):
+    found = []
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                found.append(dist.ProcessGroup.unbox(argument).group_name)
+            except RuntimeError:
+                continue  # a reduce operation
+    return found
+
+
+def expected_traffic(forest, program, num_layers, width, recompute, reduce, num_local):
+    """K/V there and gK/gV back, a number a token of a scored segment, and the tokens once.
+
+    Of the last layer of a segment without loss nobody reads the output: only K and V are there.
+
+    Args:
+        program: the actions of the only stage.
+        width: elements of a token's K, and of its V, in one layer.
+        num_local: positions of this rank's microbatches.
+    """
+    size = 2
+    layout = payload_map(forest.segments, program, size, size if reduce == "wave" else 1)
+    seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
+
+    def gather(rows, times):
+        seen["allgather_base", torch.float64, rows * 2 * width] += times
+
+    def scatter(rows, times):
+        seen["reduce_scatter_base", torch.float64, size * rows * 2 * width] += times
+
+    for index, segment in enumerate(forest.segments):
+        rows = segment.padded_length // size
+        attending = num_layers if segment.scored else num_layers - 1
+        if reduce == "segment" and segment.inner:
+            gather(rows, num_layers)  # kept until the backward, also where only K and V are there
+            scatter(rows, num_layers)  # with what descendants have sent
+        else:
+            gather(rows, attending * (3 if recompute else 2))
+            scatter(rows, attending)
+        for level in layout.levels[index] if reduce == "wave" else ():
+            gather(sum(level.keys), attending * 2)  # recomputation shares the backward's
+            scatter(sum(level.keys), attending)
+        if segment.scored:
+            seen["allgather_base", torch.float64, rows] += 1
+            seen["reduce_scatter_base", torch.float64, size * rows] += 1
+    seen["allgather_base", torch.int64, 3 * num_local] += 1
+    seen["allreduce", torch.int64, 2] += 3  # ranks agree before, between and after segments
+    return seen
+
+
+def traffic(recompute, reduce, options):
+    layout, model = Layout(cp=2), resolve("tiny-llama", num_layers=2).with_vocab(64)
+    runtime.initialize(layout)
+    chunks = build_model(model, layout=layout, dtype="float64", recompute=recompute)
+    items = align.microbatches(GROUPS, 7, layout.alignment)
+    items = align.on_this_cp_rank(items)
+    schedule = PrefixSchedule(PrefixConfig(min_gain=0, cp_reduce=reduce, **options))
+    with Traffic(parallel_state.get_context_parallel_group()) as counted:
+        align.run_step(schedule, chunks, items)
+    assert schedule.report is not None
+    forest, program = schedule.report.forest, schedule.report.plan.actions_of(0, 0)
+    together = max(len({*numbers}) for numbers in trees(forest.segments))
+    assert (together > 1) == (options == PACKED)
+    assert any(segment.inner and segment.scored for segment in forest.segments)
+    num_local = sum(item["tokens"].numel() for item in items)
+    width = model.num_query_groups * model.kv_channels
+    expected = expected_traffic(
+        forest, program, model.num_layers, width, recompute == "full", reduce, num_local
+    )
+    return counted.seen, expected
+
+
+CHUNKED = {"chunk_tokens": 16, "segment_tokens": 48}
+PACKED: dict[str, int] = {}  # both trees in a segment a level
+
+
+@pytest.mark.parametrize(
+    ("recompute", "reduce", "options"),
+    [("none", "segment", CHUNKED), ("full", "wave", PACKED)],
+)  # fmt: skip
+def test_only_keys_values_and_their_gradients_cross_ranks(recompute, reduce, options):
+    for seen, expected in run_ranks(2, traffic, recompute, reduce, options):
+        assert seen == expected

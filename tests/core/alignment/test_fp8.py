@@ -1,11 +1,15 @@
 """FP8 with scales of blocks: rows are the stock schedule's, gradients as near the exact ones."""
 
+import contextlib
 import math
 from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.cli.matrix import align_row
@@ -21,8 +25,84 @@ from megatron_prefix.lab.verify.matrix import Row
 from megatron_prefix.layers import precision
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness import fp8
 from tests.harness.one_rank import change_rank, one_rank, small_model
+
+LARGEST = 448.0
+
+
+class Recipe(NamedTuple):
+    """Blocks that have a scale.
+
+    Attributes:
+        block: numbers of a row, or of a column.
+        square: whether a weight's are as high as they are wide.
+        least: of rows, that transformer-engine takes multiples of.
+    """
+
+    block: int
+    square: bool
+    least: int
+
+
+BLOCKWISE, MX = Recipe(128, square=True, least=16), Recipe(32, square=False, least=32)
+
+
+def rounded(x, rows, columns):
+    """A matrix as e4m3 with one scale for each block of so many rows and columns."""
+    height, width = x.shape
+    padded = torch.nn.functional.pad(x, (0, -width % columns, 0, -height % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    largest = blocks.abs().amax((1, 3), keepdim=True).clamp_min(1e-30)
+    scale = torch.exp2(torch.floor(torch.log2(LARGEST / largest)))
+    nearest = (blocks * scale).float().to(torch.float8_e4m3fn).to(x.dtype) / scale
+    return nearest.flatten(2).flatten(0, 1)[:height, :width]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, backward, recipe):
+        ctx.save_for_backward(x, weight)
+        ctx.backward, ctx.recipe = backward, recipe
+        block, high = recipe.block, recipe.block if recipe.square else 1
+        product = rounded(x.flatten(0, -2), 1, block) @ rounded(weight, high, block).t()
+        return product.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, weight = ctx.saved_tensors
+        gradient, block = gradients[0].flatten(0, -2), ctx.recipe.block
+        weight = rounded(weight, block, block if ctx.recipe.square else 1)
+        if not ctx.backward:
+            return (gradient @ weight).view_as(x), gradient.t() @ x.flatten(0, -2), None, None
+        back = rounded(gradient, 1, block) @ weight
+        columns = rounded(gradient, block, 1), rounded(x.flatten(0, -2), block, 1)
+        return back.view_as(x), columns[0].t() @ columns[1], None, None
+
+
+@contextlib.contextmanager
+def emulated(model, recipe=BLOCKWISE, *, backward=True):
+    """Linear layers of a language model's decoder are in FP8 meanwhile, in a world of one rank.
+    Without `backward` gradients are not rounded: those of the forward that is there.
+
+    Yields the numbers of rows that they have got. Raises where transformer-engine would.
+    """
+    inside = {id(parameter) for parameter in model.decoder.parameters()}
+    stock = layers.linear_with_grad_accumulation_and_async_allreduce
+    got = []
+
+    def linear(input, weight, bias, *rest, **more):
+        if id(weight) not in inside:
+            return stock(input, weight, bias, *rest, **more)
+        got.append(input.shape[:-1].numel())
+        if got[-1] % recipe.least or bias is not None:
+            raise ValueError(f"{got[-1]} rows, bias {bias}")
+        return _Linear.apply(input, weight, backward, recipe)
+
+    linear.warned = True
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    with mock.patch.object(layers, name, linear):
+        yield got
+
 
 ROWS = ("dense/CP2/tree/none", "moe/EP2/packed/none")
 
@@ -61,7 +141,7 @@ def _of_one_sign(draw, num):
     return 1 + 0.1 * draw.standard_normal(num)
 
 
-def _items(advantages, seed, recipe=fp8.BLOCKWISE):
+def _items(advantages, seed, recipe=BLOCKWISE):
     draw = np.random.default_rng(seed)
     items = []
     for group in generate(2, 140, 23, 7, vocab_size=64, seed=seed):
@@ -87,9 +167,9 @@ class Ran:
         errors, squares = Errors(limit), dict[str, list[np.ndarray]]()
         for seed in range(draws):
             items = _items(advantages, seed, recipe)
-            with fp8.emulated(unwrap(self._model), recipe):
+            with emulated(unwrap(self._model), recipe):
                 stock, ours = (self._step(one, items) for one in (stock_schedule(), self.ours))
-            with fp8.emulated(unwrap(self._model), recipe, backward=False):
+            with emulated(unwrap(self._model), recipe, backward=False):
                 truth = self._step(stock_schedule(), items).gradients
             self.traces = stock, ours, self._step(stock_schedule(), items)
             errors.add(*self.traces)
@@ -113,7 +193,7 @@ LIMITS = {
     "zero sum": (_zero_sum, policy.ERROR_RATIO),
     "of one sign": (_of_one_sign, policy.FP8_RATIO),
 }
-RECIPES = {"blockwise": fp8.BLOCKWISE, "mxfp8": fp8.MX}
+RECIPES = {"blockwise": BLOCKWISE, "mxfp8": MX}
 ERRORS = [("zero sum", "blockwise"), ("of one sign", "mxfp8")]
 
 
@@ -135,13 +215,13 @@ def test_errors_are_within_the_policy(kind, name, monkeypatch):
 
 def test_rows_that_are_not_whole_are_noticed(monkeypatch):
     """As transformer-engine asserts them: of segments, and of what their last layer reads."""
-    least = fp8.BLOCKWISE.least
+    least = BLOCKWISE.least
     for field in ("whole", "rows"):
         with one_rank(), monkeypatch.context() as inside:
             change_rank(inside, **{"whole": least, "rows": least, field: 1})
             model = small_model()
             ours = PrefixSchedule(PrefixConfig(mode="on", min_gain=0, kernel="math"))
-            with fp8.emulated(unwrap(model)), pytest.raises(ValueError, match="rows, bias None"):
+            with emulated(unwrap(model)), pytest.raises(ValueError, match="rows, bias None"):
                 align.run_step(ours, [model], _items(_any, 0), optimize=False)
 
 
@@ -149,8 +229,8 @@ def test_blocks_are_rounded_apart():
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(40, 256, generator=draw, dtype=torch.float64)
     x[20] *= 1 << 12  # scales are powers of two, which change only what they make too small
-    whole = fp8.rounded(x, 1, fp8.BLOCKWISE.block)
+    whole = rounded(x, 1, BLOCKWISE.block)
     assert 1e-3 < float((whole - x)[:20].abs().max()) < 0.5
-    assert torch.equal(whole[7:9], fp8.rounded(x[7:9], 1, fp8.BLOCKWISE.block))
-    assert not torch.equal(fp8.rounded(x, 128, 1)[:8], fp8.rounded(x[:8], 128, 1))
+    assert torch.equal(whole[7:9], rounded(x[7:9], 1, BLOCKWISE.block))
+    assert not torch.equal(rounded(x, 128, 1)[:8], rounded(x[:8], 128, 1))
     assert math.isclose(policy.FP8_RATIO**2, 2)

@@ -23,8 +23,7 @@ from megatron_prefix.lab.verify.matrix import SHAPES
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.trainers.registry import installed
 from tests.harness import quantised, steps
-from tests.harness.cases import check_cases
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import check_cases, run_ranks
 from tests.harness.steps import Contract
 
 BY_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN_CFG"

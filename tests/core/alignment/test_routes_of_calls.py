@@ -19,7 +19,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from tests.core.alignment.test_model_calls import Case, built, compare_with
 from tests.harness.calls import ROWS, Form, Trainer
-from tests.harness.cases import check_cases
+from tests.harness.ranks import check_cases
 
 EXPERTS = 8
 OVERRIDES = {"moe_enable_routing_replay": True}

@@ -1,9 +1,6 @@
 """DeepSeek's sparse attention under the prefix schedule in fp64, against plain autograd and the
 stock schedule; its indexer is not trained."""
 
-import functools
-from typing import Any
-
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,14 +19,6 @@ from tests.harness.one_rank import one_rank
 from tests.harness.sparse import model_of, worst
 
 EXACT = hybrid.limit(128, 2)
-MODELS: dict[str, dict[str, Any]] = {
-    "six keys": {},
-    "two keys": {"config": {"dsa_indexer_topk": 2}},
-    "all keys": {"config": {"dsa_indexer_topk": 200}},
-    "rope": {"spec": {"rope_type": "rope"}},
-    "no q_lora": {"spec": {"q_lora_rank": None, "qk_layernorm": False}},
-    "wide indexer": {"config": {"dsa_indexer_n_heads": 24, "dsa_indexer_head_dim": 64}},
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,22 +27,12 @@ def _rank():
         yield
 
 
-def built(name, **options):
-    """One of MODELS."""
-    return model_of(MODELS[name].get("config", {}), spec=MODELS[name].get("spec", {}), **options)
-
-
-@functools.cache
-def expected_of(name):
-    """Of one of MODELS, by plain autograd."""
-    return steps.plain(built(name, wrap_ddp=False), steps.Contract(), hybrid.items())
-
-
 @pytest.mark.parametrize("most", [1, 500])
 def test_some_queries_at_a_time(most, monkeypatch):
     monkeypatch.setattr(blocks, "MAX_SCORES", most)
+    expected = steps.plain(model_of({}, wrap_ddp=False), steps.Contract(), hybrid.items())
     for options in ({}, {"chunk_tokens": 7}, {"memory": "offload"}):
-        assert worst(model_of({}), expected_of("six keys"), **options) <= EXACT
+        assert worst(model_of({}), expected, **options) <= EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

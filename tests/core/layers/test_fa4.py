@@ -45,18 +45,9 @@ class StandIn:
         return Runs(queries, keys, call["causal"])
 
     def _flash_attn_fwd(
-        self,
-        q,
-        k,
-        v,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        softmax_scale=None,
-        causal=False,
-        return_lse=False,
-    ):
+        self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        softmax_scale=None, causal=False, return_lse=False,
+    ):  # fmt: skip
         assert return_lse and isinstance(softmax_scale, float)
         runs = self.runs(q, k, {**locals()})
         rows = [x.flatten(0, 1) if q.ndim == 4 else x for x in (q, k, v)]
@@ -68,20 +59,9 @@ class StandIn:
         return out, lse, None, None, None
 
     def _flash_attn_bwd(
-        self,
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        softmax_scale=None,
-        causal=False,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-    ):
+        self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, cu_seqlens_q=None,
+        cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    ):  # fmt: skip
         runs = self.runs(q, k, {**locals()})
         dense = q.ndim == 4
         heads = q.shape[-2]
@@ -170,9 +150,6 @@ def test_a_missing_package_is_named(monkeypatch):
     found = refusal(monkeypatch, (9, 0), 128, 128) or ""
     assert "pip install flash-attn-4==" in found and "flash_attn.cute" in found
     assert "\n" not in found
-
-
-Reasons = dict[str, str | None]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from megatron_prefix.layers.model import cost_of, dropped_bytes, layers_of, payl
 from megatron_prefix.layers.table import KINDS, part_of
 from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.tree.payload_map import Form
-from tests.core.test_purity import in_fresh_interpreter
+from tests.core.test_rooms import in_fresh_interpreter
 from tests.harness import data
 
 PACKAGE = data.REPOSITORY / "megatron_prefix"

@@ -37,9 +37,6 @@ def test_rows(fields, sequence_ranks, cp, rows, whole):
     assert precision.segment_multiple(config, sequence_ranks, cp) == whole
 
 
-FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
-
-
 def column_blocks(rows, columns):
     """Bytes of a copy in blocks of columns, as transformer-engine 2.11 allocates it: `make_empty`
     and `get_scale_shape` in transformer_engine/pytorch/tensor/float8_blockwise_tensor.py."""

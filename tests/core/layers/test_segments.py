@@ -24,7 +24,6 @@ from megatron_prefix.tree import Pairs, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness.trees import rollout_sets, tree_options
 
-Results = dict[str, list[Tensor]]
 NUM_LAYERS = 2
 
 

@@ -175,12 +175,6 @@ def test_two_models_at_once():
     assert_bitwise(found[0], alone[1])
 
 
-# --- Wrappers -------------------------------------------------------------------------------------
-
-
-# --- Transformer engine ---------------------------------------------------------------------------
-
-
 # The forward of a parent class, replaced for one instance -----------------------------------------
 
 

@@ -180,9 +180,6 @@ def _as_joined(segments):
         yield segment._replace(spans=(first, last, below), inner=True, joined=index)
 
 
-# Rounds that are cut together ---------------------------------------------------------------------
-
-
 # `segment_tokens` "auto": the fastest length that fits --------------------------------------------
 
 COST = CostModel.of_flops(1.0, 1.0, 0.0)

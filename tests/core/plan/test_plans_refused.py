@@ -18,7 +18,7 @@ from megatron_prefix.plan.planner import loss_ready_after, make_plan
 from megatron_prefix.tree import Place, Span, TreeOptions, build
 from tests.harness import fuzzing
 from tests.harness.fuzzing import rounds
-from tests.harness.jobs import crossing_plan
+from tests.harness.joint_jobs import crossing_plan
 from tests.harness.trees import (
     cells,
     flat_forest,
@@ -195,8 +195,6 @@ def test_a_changed_plan_is_shown_or_refused_in_one_line(tmp_path, number):
         bad[seed] = fuzzing.fault("show", str(path), "--svg", picture)
     assert not {seed: fault for seed, fault in bad.items() if fault}
 
-
-# Simulated plans: what they cost ------------------------------------------------------------------
 
 # What a plan costs --------------------------------------------------------------------------------
 

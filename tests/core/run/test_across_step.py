@@ -4,10 +4,9 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -83,7 +82,6 @@ class Found(NamedTuple):
     received: int
 
 
-Spoil = Callable[[], contextlib.AbstractContextManager[Any]]
 nothing = contextlib.nullcontext
 """Spoils nothing."""
 

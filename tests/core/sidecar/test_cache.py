@@ -123,6 +123,3 @@ def test_wrong_orders_raise():
         cache.capture(0, 0, kv(0))
     with pytest.raises(RuntimeError, match=f"which is freed: {NOT_THERE}"):
         seen(cache, 0, CHUNK, 0)
-
-
-# Segments of several trees, and rows that are used again ------------------------------------------

@@ -9,10 +9,8 @@ import besides is replaced by what they use of it here.
 import inspect
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -62,10 +60,6 @@ def lengths():
     rng = np.random.default_rng(5)
     prompts = np.repeat(rng.integers(PROMPT // 2, PROMPT + 1, GROUPS), SIZE)
     return prompts, rng.integers(1, 3 * PROMPT, GROUPS * SIZE)
-
-
-Method = Callable[[Any], Callable[..., Any]]
-"""Of a trainer's class, what balances a batch: the method that it has, or verl's own."""
 
 
 def balanced_v0(method, metrics):

@@ -175,8 +175,6 @@ def test_deep_trees_need_no_recursion():
     assert (max_depth(forest), forest.executed_tokens) == (length - 1, length - 1)
 
 
-# What holds for every forest: coverage, alignment, chunks, waves, loss, and what is shared --------
-
 # Invariants of every forest -----------------------------------------------------------------------
 
 

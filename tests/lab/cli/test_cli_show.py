@@ -9,7 +9,7 @@ from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.lab.plans.forest import forest_of
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, run
-from tests.harness.jobs import crossing_plan
+from tests.harness.joint_jobs import crossing_plan
 from tests.harness.trees import cells, with_programs
 
 STEP = [BUNDLED, *"--pp 2 --segment-tokens 200 --min-gain 0 --share group".split()]

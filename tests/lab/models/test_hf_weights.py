@@ -206,6 +206,3 @@ def test_fingerprints_tell_checkpoints_apart(copy):
     assert fingerprint() == first
     tensors["model.norm.weight"][3] += 1e-3
     assert fingerprint() != first
-
-
-# The command line ---------------------------------------------------------------------------------

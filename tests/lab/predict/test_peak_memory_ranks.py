@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
-from tests.harness.cases import check_cases
+from tests.harness.ranks import check_cases
 from tests.lab.predict.test_peak_memory import SHAPES, VOCAB, counted
 
 CASES = {

@@ -15,7 +15,7 @@ from megatron_prefix.lab.view.drawing import job_svg, timeline_svg
 from megatron_prefix.lab.view.trace import chrome_trace, job_trace
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
-from tests.harness.jobs import crossing_job
+from tests.harness.joint_jobs import crossing_job
 from tests.harness.trees import flat_rollouts, interleaved, random_forest, ruled_plan
 
 _NAMESPACE = "{http://www.w3.org/2000/svg}"

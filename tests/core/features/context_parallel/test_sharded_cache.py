@@ -192,17 +192,6 @@ def test_gradients_of_own_keys_are_added_up_in_32_bits(reduce):
     play(2, part)
 
 
-# Segments of several trees ------------------------------------------------------------------------
-
-
-# Context parallelism without processes: kernels, a segment's own attention, and microbatches ------
-
-# Kernels ------------------------------------------------------------------------------------------
-
-
-# A segment's own attention ------------------------------------------------------------------------
-
-
 # Rows and microbatches ----------------------------------------------------------------------------
 
 

@@ -1,16 +1,32 @@
 """Rollouts dealt to ranks: each once, whole groups, balanced by what ranks run."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.dealing.deal import DealtCosts, cost_of_length, deal
+from megatron_prefix.features.dealing.verl import (
+    NAME,
+    PARAMETERS,
+    PLACES,
+    deal_whole_groups,
+    rollouts_of,
+)
 from megatron_prefix.lab.plans.dealing import balanced_parts
+from tests.core.trainers import verl_batches
+from tests.core.trainers.registry import installed
+from tests.harness.data import REPOSITORY
 
 
 class Step(NamedTuple):
@@ -124,3 +140,142 @@ def test_wrong_numbers_are_refused():
     with pytest.raises(UserError, match="3 rollouts, equally many for each of 2 ranks"):
         deal([*"aab"], [1.0] * 3, [0.0] * 3, 2, equal=True)
     assert deal([], [], [], 2) == [[], []]
+
+
+# verl's own batches -------------------------------------------------------------------------------
+
+
+HOOK = "megatron_prefix.auto.whole_groups"
+
+
+def balanced():
+    """What verl's two trainers did with the batch of tests/core/trainers/verl_batches.py, by their
+    own method and by the one that is in its place."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.core.trainers.verl_batches", str(installed("verl"))],
+        cwd=REPOSITORY, env={**os.environ, "VERL_USE_EXTERNAL_MODULES": HOOK},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"trainer"')]
+    assert len(lines) == 4, done.stderr[-4000:]
+    found = list(map(json.loads, lines))
+    return found[:2], found[2:]
+
+
+@pytest.mark.slow
+def test_verls_trainers_deal_whole_groups_with_one_setting():
+    dealt_by_verl, ours = balanced()
+    num = verl_batches.RANKS * verl_batches.MINI_BATCHES
+    for stock, found in zip(dealt_by_verl, ours, strict=True):
+        assert sum(len(set(part)) for part in stock["parts"]) > verl_batches.GROUPS
+        assert sum(len(set(part)) for part in found["parts"]) == verl_batches.GROUPS
+        assert [len(part) for part in found["parts"]] == [len(part) for part in stock["parts"]]
+        assert len(found["parts"]) == num
+        assert sum(found["tokens"]) == sum(stock["tokens"])
+        metrics = found["metrics"]
+        assert metrics["global_seqlen/balanced_max"] == max(found["tokens"])
+        assert metrics["global_seqlen/balanced_min"] == min(found["tokens"])
+        assert metrics["global_seqlen/executed_max"] < 0.85 * max(stock["tokens"])
+        assert metrics["global_seqlen/executed_max"] < 1.1 * metrics["global_seqlen/executed_mean"]
+        assert max(found["tokens"]) < 1.1 * min(found["tokens"])
+        assert not [name for name in stock["metrics"] if "executed" in name]
+
+
+class Batch:
+    """A DataProto, as far as a trainer orders one."""
+
+    def __init__(self, prompt=4):
+        mask = torch.zeros(8, 12, dtype=torch.long)
+        for row, answer in zip(mask, (2, 7, 1, 3, 5, 2, 6, 4), strict=True):
+            row[4 - prompt : 4 + answer] = 1
+        self.batch = {"attention_mask": mask, "prompts": mask[:, :4]}
+        self.non_tensor_batch = {"uid": [*"abababab"]}
+
+    def reorder(self, order):
+        self.order = order.tolist()
+
+
+def trainer(mini_batch):
+    actor = SimpleNamespace(ppo_mini_batch_size=mini_batch)
+    options = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=1))
+    return SimpleNamespace(
+        config=SimpleNamespace(actor_rollout_ref=options),
+        actor_rollout_wg=SimpleNamespace(_dispatch_info={"actor": [0, 1]}),
+    )
+
+
+def hooked(function, place=0):
+    """A module of verl whose trainer balances a batch with the function, and then as we do."""
+    name, owner = [*PLACES.items()][place]
+    module = ModuleType(name)
+    made = type(owner, (), {NAME: function} if function else {})
+    vars(module)[owner] = made
+    deal_whole_groups(module)
+    return made._balance_batch
+
+
+def stock(self, batch, metrics, logging_prefix="global_seqlen", keep_minibatch=False):
+    metrics[f"{logging_prefix}/mean"] = 1
+
+
+def test_a_batch_is_ordered_again():
+    metrics = {}
+    for mini_batch, size in ((8, 4), (4, 2)):
+        batch = Batch()
+        assert hooked(stock)(trainer(mini_batch), batch, metrics, logging_prefix="x") is None
+        assert sorted(batch.order) == list(range(8))
+        parts = [batch.order[start : start + size] for start in range(0, 8, size)]
+        assert all(len({number % 2 for number in part}) == 1 for part in parts), "whole or halves"
+    assert metrics["x/mean"] == 1
+    assert (metrics["x/balanced_min"], metrics["x/balanced_max"]) == (30, 32)
+
+
+def test_what_is_read_of_batches():
+    found = rollouts_of(Batch(prompt=3))
+    assert found == ([*"abababab"], [5, 10, 4, 6, 8, 5, 9, 7], [3] * 8)
+    tags = [{"prompt_len": 3, "seq_len": 5}, {"prompt_len": 2, "seq_len": 9}]
+    kept = verl_batches.KVBatchMeta(["one_two_0_0", "pad12_1_0"], tags)
+    assert rollouts_of(kept) == (["one_two", "pad12"], [5, 9], [3, 2])
+
+
+def test_what_is_not_as_expected_is_refused_by_name():
+    def older(self, batch, metrics):
+        pass
+
+    for place, owner in enumerate(PLACES.values()):
+        with pytest.raises(UserError, match=f"{owner}._balance_batch takes self, batch, metrics, "):
+            hooked(older, place)
+        with pytest.raises(UserError, match=f"{owner}._balance_batch takes nothing, and not self"):
+            hooked(None, place)
+    assert PARAMETERS.endswith("logging_prefix, keep_minibatch")
+    with pytest.raises(
+        UserError, match=r"keep_minibatch=True and megatron_prefix.auto.whole_groups"
+    ):
+        hooked(stock)(trainer(8), Batch(), {}, keep_minibatch=True)
+    batch = Batch()
+    del batch.non_tensor_batch["uid"]
+    with pytest.raises(UserError, match="verl's Batch lacks 'uid': groups are not known"):
+        hooked(stock)(trainer(8), batch, {})
+
+
+def test_trainers_that_are_imported_later_are_reached(tmp_path):
+    for name, owner in PLACES.items():
+        path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = f"class {owner}:\n    def _balance_batch({PARAMETERS}):\n        pass\n"
+        path.write_text(text, encoding="utf-8")
+    code = f"""
+import importlib, sys
+import {HOOK}
+assert not {{"torch", "megatron", "verl"}} & sys.modules.keys()
+for name, owner in {PLACES!r}.items():
+    function = getattr(importlib.import_module(name), owner)._balance_batch
+    assert function.__wrapped__.__module__ == name
+assert not any(type(one).__name__ == "AfterImport" for one in sys.meta_path)
+"""
+    paths = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -283,6 +283,3 @@ def test_a_plan_runs_with_the_policies_of_its_file(tmp_path):
     saved(tmp_path, make_plan(step, 2))
     assert planned("retain") == ()
     assert planned("offload") == ("offload", *["retain"] * 3) * 2
-
-
-# The planner of every step ------------------------------------------------------------------------

@@ -177,9 +177,11 @@ def span(rollouts, start, end, padded):
 
 
 def routes_of(rollout):
-    """[positions, layers, topk], of numbers that say whose they are."""
+    """[positions, layers, topk], of numbers that say whose they are; a trainer's marks at one."""
     found = np.arange(12)[:, None, None] + 20 * np.arange(LAYERS)[:, None] + 40 * np.arange(TOPK)
-    return (found + 100 * (1 + rollout)).astype(np.int16)
+    found += 100 * (1 + rollout)
+    found[3] = rollout - 2
+    return found
 
 
 def test_spans_of_a_segment_stand_behind_one_anothers_padding():
@@ -190,7 +192,8 @@ def test_spans_of_a_segment_stand_behind_one_anothers_padding():
     segments = [
         SimpleNamespace(spans=some, padded_length=sum(one.padded for one in some)) for some in spans
     ]
-    rollouts = [SimpleNamespace(routes=routes_of(number)) for number in range(2)]
+    marked = [told.marked(torch.from_numpy(routes_of(number))).numpy() for number in range(2)]
+    rollouts = [SimpleNamespace(routes=routes) for routes in marked]
     found = SegmentRoutes(
         SimpleNamespace(segments=segments), rollouts, (LAYERS, TOPK),
         SimpleNamespace(pp=ONE, cp=ONE), torch.device("cpu"),

@@ -2,15 +2,13 @@
 tests/test_cases_of_trainers.py."""
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.features.watch.traces import CallGraph, next_number
@@ -168,9 +166,6 @@ class Model(nn.Module):
     def forward(self, x):
         self.inside = self.first(x)
         return self.second(self.inside.tanh())
-
-
-Loss = Callable[[Model, Any], Tensor]
 
 
 def reads_inside(loss, forward=Model.forward):

@@ -2,14 +2,11 @@
 
 import gc
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.plan.planner import make_plan
@@ -27,9 +24,6 @@ from tests.harness.arenas import Storages
 def config(**fields):
     known = dict(timers=None, grad_scale_func=None, calculate_per_token_loss=False)
     return SimpleNamespace(**{**known, "num_moe_experts": None, "mtp_num_layers": None, **fields})
-
-
-Logs = Callable[[Tensor, dict[str, Any]], Any]
 
 
 class Paused:
@@ -140,15 +134,6 @@ def as_item(rollouts, uid):
 
     mask = rows("trained").double()
     return {"tokens": rows("inputs"), "labels": rows("labels"), "loss_mask": mask, "uid": uid}
-
-
-def padded(rollouts, microbatch_of):
-    """The rollouts as a trainer's padded microbatches hold them."""
-    found = []
-    for microbatch in range(max(microbatch_of) + 1):
-        members = [r for r, o in zip(rollouts, microbatch_of, strict=True) if o == microbatch]
-        found += steps.pairs_of(as_item(members, microbatch))
-    return found
 
 
 def squared(output, batch):

@@ -214,15 +214,6 @@ def test_variables_of_the_environment_are_each_steps_own(monkeypatch):
     assert os.environ["STAGE"] == "outside"
 
 
-class _Router:
-    class router_replay:  # noqa: N801  # Megatron's name
-        pass
-
-    def __init__(self):
-        self.router_replay = _Router.router_replay()
-        self.router_replay.target = None
-
-
 # Data iterators: what is drawn from them is told, and can be drawn twice --------------------------
 
 
@@ -333,9 +324,6 @@ def run(schedule, model, settle, num=2, **options):
     return steps.call(schedule, step, model, items, **options)
 
 
-# Calls of one step that differ --------------------------------------------------------------------
-
-
 # Autocast of the model's configuration ------------------------------------------------------------
 
 
@@ -365,6 +353,3 @@ def test_forward_steps_and_segments_see_the_configs_autocast(monkeypatch, on):
         found.append(seen[0])
     assert found[0] == found[1] == (on, torch.bfloat16 if on else torch.float16)
     assert not torch.is_autocast_enabled("cuda")
-
-
-# Weights that autocast has cast -------------------------------------------------------------------
