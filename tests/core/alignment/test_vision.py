@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
-from tests.harness.cases import check_cases
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
@@ -20,7 +19,7 @@ from megatron_prefix.megatron.install import language_model
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid, vision, vision_own
 from tests.harness.calls import Form, assert_gradients, run_step
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import check_cases, run_ranks
 
 CONFIG = {"min_gain": 0, "segment_tokens": 24, "chunk_tokens": 8, "kernel": "math"}
 SIZES = (2, 3, 2, 3)
