@@ -32,10 +32,10 @@ DEFAULTS: dict[str, Any] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that only `bench memory` reads."""
     group = parser.add_argument_group("bench memory")
-    ways = "stock, or a memory policy, and +full with Megatron's full recomputation"
+    ways = "what to measure: stock, or a memory policy; +full adds Megatron's full recomputation"
     for name, text in (
         ("ways", f"{ways} (default {' '.join(WAYS)})"),
-        ("frontier_ways", "ways for which to find the longest sequence (default: --ways)"),
+        ("frontier_ways", "those whose longest sequence to find (default: --ways)"),
     ):
         group.add_argument(
             _flag(name), nargs="+", default=DEFAULTS[name], metavar="POLICY[+full]", help=text
@@ -44,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, text: str, kind: Callable[[str], float], metavar: str) -> None:
         add_number(group, _flag(name), text, DEFAULTS[name], kind, metavar)
 
-    text = "also find the longest sequence that trains, responses of R"
+    text = "also find the longest sequence that trains, with responses of R tokens"
     add("frontier", text, whole(1, MOST), "R")
-    add("frontier_step", "lengths are multiples of N (default {})", whole(1, MOST), "N")
+    text = "look at lengths that are multiples of N tokens (default {})"
+    add("frontier_step", text, whole(1, MOST), "N")
     text = "steps to run to find it, near what the memory model predicts (default {}: only predict)"
     add("tries", text, whole(0, MOST), "N")
     text = "GiB besides weights and gradients that may be used (default {}: not set)"

@@ -62,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_text(group, "--continue", text, dest="record")
     add_switch(group, "--allow-refused", "exit code 0 even if rows were refused")
-    add_device(group, None, "(default: float64 on the CPU, bfloat16 on a GPU)")
+    text = "of weights and activations (default: float64 on the CPU, bfloat16 on a GPU)"
+    add_device(group, None, text)
     add_deal(group)
     group.add_argument(
         "--timeout",

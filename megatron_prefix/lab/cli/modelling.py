@@ -80,7 +80,7 @@ def add_device(group: Any, dtype: str | None, dtype_help: str) -> None:
     """`--dtype --device --layer-spec`."""
     dtypes = ("float64", "float32", "bfloat16")
     group.add_argument("--dtype", choices=dtypes, default=dtype, help=dtype_help)
-    add_choice(group, "--device", "(default {})", ("cpu", "cuda"), "cpu")
+    add_choice(group, "--device", "where to run (default {})", ("cpu", "cuda"), "cpu")
     text = "transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)"
     add_choice(group, "--layer-spec", text, ("auto", "local", "te"), "auto")
 

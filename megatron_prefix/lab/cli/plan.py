@@ -44,11 +44,11 @@ from megatron_prefix.tree import Forest, TreeOptions, build
 HELP = """\
 Shows what sharing saves on rollout files: trees, ratios, compression, predicted speedup, and the
 plan of one step with its simulated bubble and memory. All groups make one step unless --groups
-limits it. Tokens are positions with a label: a rollout of n tokens has n-1. Makespan and bubble are
-in tokens of forward work; a backward counts twice, and communication not at all. The speedup is
-that of the layout, waits and launches included, over the stock schedule on rollouts packed to at
-most 16,384 tokens. --segment-tokens auto and --chunk-tokens auto take the lengths with the shortest
-predicted step, whatever memory they need.
+limits it. Tokens are positions with a label: a rollout of n tokens has n-1. The makespan is in
+tokens of forward work (a backward counts twice, communication not at all), the bubble is the share
+of it in which ranks wait. The speedup is that of the layout, waits and launches included, over the
+stock schedule on rollouts packed to at most 16,384 tokens. --segment-tokens auto and --chunk-tokens
+auto take the lengths with the shortest predicted step, whatever memory they need.
 
 With --dp N the step is dealt to N ranks. A table shows how many tokens each rank has, how many it
 executes if it shares alone, and how many are left if every prompt runs once in the job; the rest of

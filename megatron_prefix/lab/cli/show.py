@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HELP = """\
 A plan file: its grid, one row per stage and one cell per action (F3 is the forward of segment 3, B3
 its backward, F3.1 that of model chunk 1; S3>1 and R3<1 send to data-parallel rank 1 and receive
-from it), and its simulated timeline, in which the latter take no time.  An invalid plan is refused,
+from it), and its simulated timeline, in which the latter take no time. An invalid plan is refused,
 and its grid printed with the bad cell marked."""
 EPILOG = """\
 examples:

@@ -36,7 +36,8 @@ _LOSS = {
     "kl_coeff": "weight of the KL to the initial model (default {}: none)",
 }
 _UPDATES = {
-    "max_skipped": "stop after more than N updates in a row that are not finite (default {})",
+    "max_skipped": "stop after more than N updates in a row whose loss or gradients are not finite"
+    " (default {})",
     "loss_mean": "mean over trained tokens, or over rollouts of their means (default {})",
 }
 
