@@ -46,8 +46,11 @@ def _selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": [*modules]}
 
 
-def _hybrid(pattern: str) -> dict[str, Any]:
-    return {"num_layers": len(pattern), "hybrid_override_pattern": pattern}
+def _hybrid(pattern: str, num_further: int = 0, further: str = "*-") -> dict[str, Any]:
+    fields = {"num_layers": len(pattern), "hybrid_override_pattern": pattern}
+    if num_further:
+        fields |= {"mtp_num_layers": num_further, "mtp_hybrid_override_pattern": further}
+    return fields
 
 
 _SINKS = {"softmax_type": "learnable"}
@@ -67,6 +70,7 @@ _BIAS = {
     "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
     "moe_router_bias_update_rate": 0.05,
 }  # fmt: skip
+_REPEATED = {"mtp_use_repeated_layer": True}
 _ALL_GATHER = {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
 _LATENTS = {"num_moe_experts": None}
 _DSA = {
@@ -229,6 +233,24 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "mtp 3 mla": Family("tiny-deepseek", {**_LATENTS, "mtp_num_layers": 3}),
     "mtp 2 windows": Family(spec={"mtp_num_layers": 2}, config=_windows(3, None)),
     "mtp 2 experts": Family("tiny-moe", {"mtp_num_layers": 2}, _Z),
+    # One layer that runs for every further label.
+    "mtp 3 repeated": Family(spec={"mtp_num_layers": 3}, config=_REPEATED, since="0.17"),
+    "mtp 5 repeated": Family("tiny-qwen3", {"mtp_num_layers": 5},
+                             _REPEATED | {"mtp_detach_heads": True}, since="0.19"),
+    "mtp 2 repeated mla": Family("tiny-deepseek", {"mtp_num_layers": 2}, _REPEATED, since="0.17"),
+    "mtp 2 repeated experts": Family("tiny-moe", {"mtp_num_layers": 2}, _BOTH | _BIAS | _REPEATED,
+                                     since="0.17"),
+    # Hybrid models, whose layers for further labels are stacks.
+    "mtp mamba": Family("tiny-nemotron-h", _hybrid("M*M-", 1), since="0.17"),
+    "mtp 2 mamba": Family("tiny-nemotron-h", _hybrid("M*M-", 2, "M*-") | {"tie_embeddings": True},
+                          since="0.17"),
+    "mtp 2 mamba repeated": Family("tiny-nemotron-h", _hybrid("M*M-", 2, "*M"), _REPEATED,
+                                   since="0.17"),
+    "mtp 5 mamba repeated": Family("tiny-nemotron-h", _hybrid("MEM*", 5, "*E") | {
+        "num_moe_experts": 8, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1e-2},
+        _REPEATED | {"mtp_detach_heads": True}, since="0.19"),
+    "mtp 2 gdn and mamba": Family(
+        "tiny-nemotron-h", {**_DELTA, **_hybrid("GM*G-M", 2, "G*-")}, since="0.17"),
 }  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {

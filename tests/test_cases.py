@@ -129,6 +129,7 @@ ROWS = [
     ),
 ]
 
+WEIGHED = FURTHER | {"loss_mask": "weighed"}
 MTP = [
     *(row("mtp", options) for options in ("whole", "depth first", "offload", "all on the host")),
     *(
@@ -157,6 +158,16 @@ MTP = [
     ),
     row("mtp detached", "recompute chunks", labels="absent", returns="per_token"),
     *(row("mtp detached", "whole", recompute=kind) for kind in ("none", "full")),
+    *(row("mtp 3 repeated", options, **WEIGHED) for options in ("chunks of 7", "all on the host")),
+    row("mtp 3 repeated", "recompute chunks", recompute="full", **WEIGHED),
+    row("mtp 5 repeated", "small", recompute="selective", **WEIGHED),
+    row("mtp 2 repeated mla", "light"),
+    row("mtp 2 repeated experts", "recompute chunks", recompute="selective"),
+    row("mtp mamba", "chunks of 7", session="evaluate"),
+    row("mtp 2 mamba", "recompute chunks", recompute="full", loss_mask="weighed"),
+    row("mtp 2 mamba repeated", "all on the host"),
+    row("mtp 2 gdn and mamba", "packs of chunks"),
+    row("mtp 5 mamba repeated", "recompute chunks", recompute="full", **WEIGHED),
 ]
 """Multi-token prediction; tests/core/layers/test_mtp_newer.py has them in a later release."""
 

@@ -22,13 +22,13 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
 
     Args:
         pattern: a symbol a layer of a hybrid model, whose layers have one slot, unknown ones
-            nothing; "" for a GPTModel (default: the spec's).
+            nothing, and behind a slash those of what is behind its decoder; "" for a GPTModel
+            (default: the spec's).
     """
-    if pattern is None:
-        pattern = getattr(config, "hybrid_override_pattern", None) or ""
-    kinds = table.kinds_of(config, pattern)
-    if pattern:
-        return [_of_symbol(kinds, config, layer, symbol) for layer, symbol in enumerate(pattern)]
+    of_decoder, _ = _patterns(config, pattern)
+    if of_decoder:
+        return _of_symbols(config, of_decoder)
+    kinds = table.kinds_of(config)
     return [
         tuple(
             next(kind for kind in kinds if kind.slot is slot and kind.fills(config, layer))
@@ -36,6 +36,20 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
         )
         for layer in range(config.num_layers)
     ]
+
+
+def _patterns(config: Any, pattern: str | None) -> tuple[str, str]:
+    """Symbols of the decoder's layers, and of those behind it for every further label."""
+    if pattern is None:
+        names = "hybrid_override_pattern", "mtp_hybrid_override_pattern"
+        pattern = "/".join(getattr(config, name, None) or "" for name in names)
+    of_decoder, _, behind = pattern.partition("/")
+    return of_decoder, behind.partition("/")[0]
+
+
+def _of_symbols(config: Any, symbols: str) -> list[tuple[Kind, ...]]:
+    kinds = table.kinds_of(config, symbols)
+    return [_of_symbol(kinds, config, layer, symbol) for layer, symbol in enumerate(symbols)]
 
 
 def _of_symbol(kinds: Iterable[Kind], config: Any, layer: int, symbol: str) -> tuple[Kind, ...]:
@@ -47,11 +61,14 @@ def _of_symbol(kinds: Iterable[Kind], config: Any, layer: int, symbol: str) -> t
 
 def behind_decoder(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]:
     """What a model has behind its decoder, for every further label: the kinds of one more of its
-    last layer, and what is around it. Arguments as of `layers_of`."""
+    last layer, or of layers by their own symbols, and what is around them. Arguments as of
+    `layers_of`."""
     around = table.behind(config)
     if around is None:
         return []
-    return [(*layers_of(config, pattern)[-1], around)] * config.mtp_num_layers
+    _, symbols = _patterns(config, pattern)
+    layers = _of_symbols(config, symbols) if symbols else layers_of(config, pattern)[-1:]
+    return [(*chain(*layers), around)] * config.mtp_num_layers
 
 
 def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = None) -> CostModel:

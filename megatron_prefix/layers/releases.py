@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from packaging.version import Version
@@ -16,10 +17,13 @@ def is_since(release: str) -> bool:
 
 def transformer_layers(model: Any) -> list[Any]:
     """Megatron's layers of a language model, in the order in which they run: the decoder's, and
-    behind them those inside multi-token prediction, on the stage that has it."""
-    blocks = getattr(getattr(model, "mtp", None), "layers", ())
-    # 0.17 has renamed it.
-    inside = (
-        getattr(block, "transformer_layer", None) or block.mtp_model_layer for block in blocks
-    )
-    return [*model.decoder.layers, *inside]
+    behind them those inside multi-token prediction, on the stage that has it; a layer that runs
+    several times is there as often."""
+    behind = getattr(model, "mtp", None)
+    blocks = [*getattr(behind, "layers", ())]
+    if getattr(behind, "mtp_use_repeated_layer", False):
+        blocks *= model.config.mtp_num_layers or 1
+    # 0.17 has renamed it; in a hybrid model it is a stack.
+    inside = [getattr(block, "transformer_layer", None) or block.mtp_model_layer for block in blocks]
+    stacks = (getattr(layer, "layers", (layer,)) for layer in inside)
+    return [*model.decoder.layers, *itertools.chain(*stacks)]

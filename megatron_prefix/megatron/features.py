@@ -150,7 +150,7 @@ def gradient_hooks(model: Any) -> Iterator[Reason]:
 
 def layer_refusals(model: Any) -> Iterator[Reason]:
     """What is refused of the layers of a language model."""
-    unknown = {*pattern_of(model)} - table.SYMBOLS
+    unknown = {*pattern_of(model)} - table.SYMBOLS - {"/"}
     if unknown:  # on any stage: else ranks that have none would wait for those that refuse
         yield OTHER_SYMBOLS.given(", ".join(sorted(unknown)))
     yield from table.refusals(model)
@@ -199,10 +199,11 @@ def mask_use(parts: Iterable[Part]) -> attention.MaskUse:
 
 
 def pattern_of(model: Any) -> str:
-    """Symbols of all layers of a hybrid language model, on every stage; "" for another."""
-    own = getattr(model, "hybrid_layer_pattern", None)  # since 0.17; MTP is behind a slash
+    """Symbols of all layers of a hybrid language model, on every stage, and behind a slash those of
+    what is behind its decoder, as often as it runs; "" for another."""
+    own = getattr(model, "hybrid_layer_pattern", None)  # since 0.17
     pattern = own or getattr(model, "hybrid_override_pattern", None) or ""
-    pattern = pattern.partition("/")[0].replace("|", "")
+    pattern = pattern.replace("|", "")
     attention = getattr(model, "hybrid_attention_ratio", None)
     if pattern or attention is None:
         return pattern

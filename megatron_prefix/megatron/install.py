@@ -77,6 +77,8 @@ class Hooks:
         rotary_slice: (the table that the model has made from positions of its call, how many
             positions) -> the running segment's, in this step; None where tables are ours.
         angles: what its decoder is given of rotary embeddings, while a segment runs.
+        turn: of modules that run several times in a pass, with a number in the sidecar each time,
+            how often the one that runs has run before.
     """
 
     mlp_tap: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None
@@ -110,6 +112,7 @@ class Hooks:
         if self._rope is not None:
             self.rotary.add(self._rope)
         self.predicts_further = False
+        self.turn = 0
         self.tap: Tap | None = None
         self.kept: dict[Any, Any] = {}
         self._undo_kept: dict[Any, list[Callable[[], None]]] = {}
@@ -158,9 +161,21 @@ class Hooks:
             self.keep(part, None)
 
     def _override_parts(self, parts: Sequence[Part]) -> None:
+        by_module: dict[int, list[list[Override]]] = {}
         for number, (kind, module) in enumerate(parts):
-            for override in kind.overrides(module, number, self) if kind is not None else ():
-                self._override(*override)
+            if kind is not None:
+                overrides = [*kind.overrides(module, number, self)]
+                by_module.setdefault(id(module), []).append(overrides)
+        for turns in by_module.values():
+            for (module, name, method), *others in zip(*turns, strict=True):
+                methods = [method, *(other for *_, other in others)]
+                self._override(module, name, self._in_turn(methods) if others else method)
+
+    def _in_turn(self, methods: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return methods[self.turn](*args, **kwargs)
+
+        return method
 
     def _override_loss(self) -> None:
         stock = getattr(self.model, "compute_language_model_loss", None)

@@ -60,8 +60,9 @@ def _balances(name: str, config: Any, *, kinds: tuple[str, ...], negated: bool =
     return _is_on("num_moe_experts", config) and any((kind in kinds) != negated for kind in types)
 
 
-def _repeats_a_layer(name: str, config: Any) -> bool:
-    return bool(getattr(config, name, False)) and (getattr(config, "mtp_num_layers", None) or 0) > 1
+def _repeats_with(name: str, config: Any, *, kinds: tuple[str, ...]) -> bool:
+    repeats = _is_on(name, config) and (getattr(config, "mtp_num_layers", None) or 0) > 1
+    return repeats and _balances(_BALANCING, config, kinds=kinds)
 
 
 def _scaled_by(name: str, config: Any, *, recipes: tuple[str, ...], negated: bool = False) -> bool:
@@ -107,7 +108,8 @@ FP8_ROUTES = _option("moe_router_padding_for_quantization", NOT_YET, "turn it of
 FP8_HEAD = _option("fp8_output_proj", NOT_YET, "turn it off: the output layer runs only on positions with loss")
 FP4 = _option("fp4", NOT_YET, "train in bf16 or in FP8: FP4 was not tested; scales of whole tensors and stochastic rounding would have to be off")
 QUANT_RECIPE = _option("quant_recipe", WRONG, f"leave it out: {_SCALES}")
-MTP_REPEATED = _option("mtp_use_repeated_layer", NOT_YET, "give every further label a layer of its own: one layer would leave keys of several depths", _repeats_a_layer)
+MTP_REPEATED = _option("mtp_use_repeated_layer with global_aux_loss", NOT_YET, "use aux_loss or seq_aux_loss: the router's running average goes from depth to depth", partial(_repeats_with, kinds=("global_aux_loss",)), "mtp_use_repeated_layer")
+MTP_MIXED = _option("mtp_hsm", WRONG, "turn it off: it mixes what later positions have made into a position")
 MTP_ALONE = _option("mtp_standalone", NOT_YET, "put multi-token prediction on the last stage, with the loss")
 MTP_OUTPUT = _option("mtp_isolated_loss", NOT_YET, "use mtp_detach_heads, which replaces this option")
 QK_CLIP = _option("qk_clip", NOT_YET, f"use the stock schedule: {_LARGEST}")
@@ -310,7 +312,6 @@ DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "turn it off: 
 ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "leave it out; models with sparse attention, for which slime sets it, run without context parallelism")
 MULTI_LORA = Refusal("--multi-lora-n-adapters", "miles", NOT_YET, "leave it out: its layers find each adapter's tokens by their places in a microbatch")
 MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "train on text: batches with images were not tested")
-NEMO_MTP = Refusal("policy.megatron_cfg.mtp_use_repeated_layer with mtp_num_layers above 1", "NeMo-RL", NOT_YET, "give every further label a layer of its own")
 LORA_DROPOUT = Refusal("--lora_dropout above 0, its default", "ms-swift", WRONG, _DROPS)
 SWIFT_METRICS = Refusal("several data-parallel ranks", "ms-swift", NOT_YET, "its losses average metrics over them in every microbatch: use tensor parallelism instead")
 SKYRL_ROWS = Refusal("no remove_microbatch_padding, with pipeline stages", "SkyRL", NOT_YET, "set trainer.remove_microbatch_padding: the last stage's mask fits no tokens of its call")

@@ -19,7 +19,6 @@ from megatron_prefix.refusals.table import (
     LORA_DROPOUT,
     MULTI_LORA,
     MULTIMODAL,
-    NEMO_MTP,
     OWN_CP_LOOP,
     PACKED_BINS_CP,
     RESET_MASK,
@@ -122,7 +121,7 @@ NEMO_RL = Trainer(
     " position in passes for log-probs, and where tokens of microbatch and model call differ",
     together="no sequence packing, no dynamic batching, and a number of prompts that data-parallel"
     " ranks divide",
-    refused=(MULTIMODAL, NEMO_MTP),
+    refused=(MULTIMODAL,),
     samples=_nemo_samples,
     images=MULTIMODAL,
 )

@@ -75,15 +75,21 @@ def refusals(model: Any) -> Iterator[Reason]:
         yield OTHER_AHEAD.given("another stage than the last, or by none")
     if block is None:
         return
-    if not _is(model, "_postprocess", _MODEL):
+    if hasattr(model, "_postprocess") and not _is(model, "_postprocess", _MODEL):
         yield OWN_POSTPROCESS.given(type(model).__name__)
     if not _is(block, "forward", _BLOCK):
         yield OTHER_AHEAD.given(type(block).__name__)
-    if len(block.layers) != (model.config.mtp_num_layers or len(block.layers)):
+    num = model.config.mtp_num_layers
+    if num and len(block.layers) != (1 if _repeats(block) else num):
         yield OTHER_AHEAD.given("more or fewer layers than mtp_num_layers says")
     for layer in block.layers:
         if not (_is(layer, "forward", _LAYER) and _is(layer, "_get_embeddings", _LAYER)):
             yield OTHER_AHEAD.given(type(layer).__name__)
+
+
+def _repeats(block: Any) -> bool:
+    """Whether one layer runs for every further label (since 0.17)."""
+    return bool(getattr(block, "mtp_use_repeated_layer", False))
 
 
 def _is(module: Any, method: str, name: str) -> bool:
@@ -222,7 +228,7 @@ class _Depth:
 
     Args:
         layer: it.
-        depth: its place among them, from 0.
+        depth: its place among them, from 0; of one that runs again the first.
         block: all of them.
     """
 
@@ -254,6 +260,8 @@ class LooksAhead:
         hooks: its own; they say which segment runs.
 
     Attributes:
+        gathers_output: the model calls' `runtime_gather_output`, which a hybrid model does not
+            hand to its block.
         step: what the layers read in this step; None if they do not run.
         device_bytes: that it holds between steps.
     """
@@ -263,11 +271,17 @@ class LooksAhead:
     def __init__(self, model: Any, hooks: Hooks) -> None:
         self._model, self._hooks = model, hooks
         self.step: StepAhead | None = None
-        self._layers, self._stock = [*model.mtp.layers], model._postprocess
+        self._layers, self._repeats = [*model.mtp.layers], _repeats(model.mtp)
+        self._is_hybrid = not hasattr(model, "_postprocess")
+        self._stock = model.mtp.forward if self._is_hybrid else model._postprocess
+        self.gathers_output: bool | None = None
 
     def overrides(self) -> Iterable[Override]:
         """See Kind."""
-        yield self._model, "_postprocess", self._after_decoder
+        if self._is_hybrid:
+            yield self._model.mtp, "forward", self._behind_decoder
+        else:
+            yield self._model, "_postprocess", self._after_decoder
         for depth, layer in enumerate(self._layers):
             yield layer, "_get_embeddings", _Depth(layer, depth, self).embeddings
 
@@ -275,7 +289,32 @@ class LooksAhead:
         """Inputs and their positions that a depth reads of the segment that runs; None outside of
         segments."""
         current = self._hooks.current
-        return None if current is None else self._step[current.index][depth].following
+        if current is None:
+            return None
+        return self._step[current.index][depth + self._hooks.turn].following
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around a call of the model, or a backward: what a hybrid model does behind its block of
+        further labels is done then."""
+        process = getattr(self._model, "mtp_process", None)
+        try:
+            yield
+        finally:
+            if self._is_hybrid:
+                self._model.mtp_process = process
+
+    def _behind_decoder(self, *args: Any, **named: Any) -> Any:
+        """Of a hybrid model, in the place of its block: as `_after_decoder`."""
+        current = self._hooks.current
+        if current is None:
+            return self._stock(*args, **named)
+        hidden = named.pop("hidden_states")
+        if self.step is not None and current.decoded is None:
+            named["runtime_gather_output"] = self.gathers_output
+            hidden = self._with_loss(hidden, current, named)
+        self._model.mtp_process = False  # that tells which weights are shared, until here
+        return self._hooks.read(hidden, current.rows)
 
     def _after_decoder(self, *args: Any, **named: Any) -> Any:
         """Megatron's, for a segment: the loss goes along with the decoder's output, of which the
@@ -309,7 +348,7 @@ class LooksAhead:
         factor = config.mtp_loss_scaling_factor / config.mtp_num_layers
         predicted, has_loss = hidden.detach() if self._is_detached else hidden, False
         for depth, segment in enumerate(self._step[index]):
-            predicted = self._predicted(self._layers[depth], predicted, current, named)
+            predicted = self._predicted(depth, predicted, current, named)
             has_loss = bool(segment.labels.numel())
             if not has_loss:
                 continue
@@ -322,14 +361,30 @@ class LooksAhead:
         # Children may read the last layer, from which a backward reaches those before it.
         return hidden if has_loss else _reaching(hidden, predicted)
 
-    def _predicted(self, layer: Any, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
+    def _predicted(self, depth: int, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
         """A layer's output, like the decoder's."""
+        if self._repeats:
+            layer, self._hooks.turn = self._layers[0], depth
+        else:
+            layer = self._layers[depth]
         with contextlib.nullcontext() if current.saving is None else current.saving():
             result: Tensor = layer(
                 input_ids=named["input_ids"], position_ids=named["position_ids"],
                 hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._hooks.turned,
                 embedding=self._model.embedding, **(named.get("extra_block_kwargs") or {}),
             )[0]  # fmt: skip
+        return self._in_turn(depth, result) if self._repeats else result
+
+    def _in_turn(self, depth: int, predicted: Tensor) -> Tensor:
+        """What a layer that runs again has made; where its backward runs parts of it once more they
+        know at which depth."""
+        from megatron_prefix.layers.own_backward import with_backward
+
+        def pull(gradient: Tensor) -> Tensor:
+            self._hooks.turn = depth
+            return gradient
+
+        result: Tensor = with_backward(lambda hidden: hidden.view_as(hidden), pull, predicted)
         return result
 
     def _logits(self, predicted: Tensor, segment: _FurtherSegment, named: Any) -> Tensor:

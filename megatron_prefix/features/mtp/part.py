@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from megatron_prefix.features.across.part import Crossing
 from megatron_prefix.features.mtp import layer
 from megatron_prefix.features.mtp.tables import AheadTables, loss_sums
 from megatron_prefix.parts import Attempt, StepPart
+from megatron_prefix.plan.actions import Action
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
     AHEAD_LABELS,
@@ -90,6 +92,13 @@ class MultiToken(StepPart):
             hooks.keep(MultiToken, inside, inside.overrides())
         self._step = self._read_tables(attempt) if self.rank.predicts_further else None
         inside.step, self._inside = self._step, inside
+        inside.gathers_output = stage.others.get("runtime_gather_output")
+
+    def computing(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        """See StepPart."""
+        inside, last = self._inside, len(self.rank.models) - 1
+        is_around = inside is not None and action.chunk == last
+        return inside.computing() if is_around else contextlib.nullcontext()
 
     def end(self) -> None:
         """See StepPart."""

@@ -67,13 +67,17 @@ class Division:
             unshifted: before that.
         """
         if not self.per_token:
-            return self.in_mean(shifted)
+            return _inverse(np.maximum(shifted, 1) if self.clamps else shifted)
         return unshifted / np.maximum(shifted, 1) if self.clamps else np.ones_like(shifted)
 
     def in_mean(self, shifted: Floats) -> Floats:
         """What it counts in the logged mean; 0 in a microbatch without any."""
-        shifted = np.maximum(shifted, 1) if self.clamps_mean else shifted
-        return np.divide(1.0, shifted, out=np.zeros_like(shifted), where=shifted != 0)
+        return _inverse(np.maximum(shifted, 1) if self.clamps_mean else shifted)
+
+
+def _inverse(sums: Floats) -> Floats:
+    """One over each; 0 for 0."""
+    return np.divide(1.0, sums, out=np.zeros_like(sums), where=sums != 0)
 
 
 class AheadTables:

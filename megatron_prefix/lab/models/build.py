@@ -270,7 +270,7 @@ def _keep_float64(model: Any, spec: ModelSpec) -> None:
     """Recurrences, gates of attention and routers compute in float32 unless told otherwise."""
     from megatron_prefix.lab.models.local import is_dsa, keep_float64
 
-    for layer in transformer_layers(model):
+    for layer in dict.fromkeys(transformer_layers(model)):
         gated = spec.attention_output_gate or is_dsa(model.config)
         if spec.is_hybrid_model or spec.recurrent or gated:
             keep_float64(layer)

@@ -22,6 +22,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 _OF_MODELS = {
     *("name", "vocab_size", "max_position", "rope", "rotary_base", "rotary_percent"),
     *("rope_scaling", "tie_embeddings", "hybrid_override_pattern", "quick_geglu"),
+    "mtp_hybrid_override_pattern",
 }
 """Fields of a spec that no TransformerConfig has: arguments of Megatron's models (build.py)."""
 RECOMPUTE = ("none", "full", "selective")

@@ -72,7 +72,8 @@ def hybrid_model(
     per_stage = len(pattern) // (config.pipeline_model_parallel_size * virtual)
     parts = [pattern[n : n + per_stage] for n in range(0, len(pattern), per_stage)]
     options["vp_stage"] = vp_stage
-    return HybridModel(config, stack, hybrid_layer_pattern="|".join(parts), **options)
+    behind = f"/{spec.mtp_hybrid_override_pattern}" * (spec.mtp_num_layers or 0)
+    return HybridModel(config, stack, hybrid_layer_pattern="|".join(parts) + behind, **options)
 
 
 def _local_stack(config: Any, spec: ModelSpec) -> ModuleSpec:
@@ -97,6 +98,8 @@ def _local_stack(config: Any, spec: ModelSpec) -> ModuleSpec:
     parts = {"attention_layer": alone(TransformerLayer, plain, *attention)}
     if hasattr(MambaStackSubmodules, "gdn_layer"):  # since 0.17
         parts["gdn_layer"] = alone(TransformerLayer, delta, *attention)
+    if spec.mtp_num_layers:
+        parts["mtp_block_spec"] = _mtp_block()
     return ModuleSpec(
         module=LocalStack,
         submodules=MambaStackSubmodules(
@@ -113,6 +116,23 @@ def _local_stack(config: Any, spec: ModelSpec) -> ModuleSpec:
     )
 
 
+def _mtp_block() -> ModuleSpec:
+    """Multi-token prediction with local layers; Megatron makes the stack inside by its pattern."""
+    from megatron.core.transformer import multi_token_prediction as megatrons
+
+    norms = {"enorm": RMSNorm, "hnorm": RMSNorm, "layer_norm": RMSNorm}
+    layer = ModuleSpec(
+        module=megatrons.MultiTokenPredictionLayer,
+        submodules=megatrons.MultiTokenPredictionLayerSubmodules(
+            eh_proj=ColumnParallelLinear, mtp_model_layer=None, **norms
+        ),
+    )
+    return ModuleSpec(
+        module=megatrons.MultiTokenPredictionBlock,
+        submodules=megatrons.MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
+    )
+
+
 def _mamba_mixer() -> ModuleSpec:
     # Its import wants triton, or the stand-ins of `cpu.load_recurrent_layers`.
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -122,7 +142,8 @@ def _mamba_mixer() -> ModuleSpec:
 
 
 class HybridModel(StockModel):  # type: ignore[misc]
-    """Megatron's hybrid model, called as a GPTModel is: with `loss_mask`, which is not read."""
+    """Megatron's hybrid model, called as a GPTModel is: with `loss_mask`, which only multi-token
+    prediction reads."""
 
     def forward(
         self,
@@ -135,8 +156,10 @@ class HybridModel(StockModel):  # type: ignore[misc]
         loss_mask: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """See Megatron's; loss_mask is left out."""
+        """See Megatron's; without multi-token prediction loss_mask is left out."""
         given = input_ids, position_ids, attention_mask, decoder_input, labels
+        if self.config.mtp_num_layers:
+            others["loss_mask"] = loss_mask
         output: Tensor = super().forward(*given, **others)
         return output
 

@@ -144,7 +144,8 @@ class ModelSpec:
     attention in all layers but every `linear_attention_freq`-th.
     linear_num_key_heads, linear_num_value_heads: value heads share keys in groups.
     mamba_num_heads: None: as many as make twice the hidden size. mamba_num_groups: of B and C.
-    mtp_num_layers: layers of multi-token prediction; None: there are none.
+    mtp_num_layers: layers of multi-token prediction; None: there are none. In a hybrid model each
+    is a stack of layers with symbols mtp_hybrid_override_pattern.
     fp8: "e4m3" or "hybrid": transformer-engine's linear layers compute in FP8, with scales by
     fp8_recipe, which must be "blockwise" or, on Blackwell, "mxfp8".
     """
@@ -165,6 +166,7 @@ class ModelSpec:
     quick_geglu: bool = False
     tie_embeddings: bool = False
     hybrid_override_pattern: str = ""
+    mtp_hybrid_override_pattern: str = ""
     layernorm_epsilon: float = 1e-6
     layernorm_zero_centered_gamma: bool = False
     init_method_std: float = 0.02
@@ -349,28 +351,32 @@ class ModelSpec:
             " first to none and G in the pattern",
         )
         self._require(
-            not (pattern and self.mtp_num_layers),
-            "hybrid_override_pattern and mtp_num_layers exclude each other here; set one of them to"
-            " none",
+            bool(pattern and self.mtp_num_layers) == bool(self.mtp_hybrid_override_pattern),
+            "mtp_hybrid_override_pattern goes with hybrid_override_pattern and mtp_num_layers; set"
+            " all three or leave it out",
         )
         if variant:
             self._require_size("linear_attention_freq")
         if pattern:
             self._check_pattern(pattern)
+            self._check_symbols("mtp_hybrid_override_pattern", self.mtp_hybrid_override_pattern)
         for kind in self.recurrent:
             if getattr(self, kind.divides[1]) is not None:
                 self._check_divisors(*kind.divides)
             self._require(kind.shape(self).conv_width > 1, "linear_conv_kernel_dim 1 sees no other"
                           " position; use 2 or more")  # fmt: skip
 
-    def _check_pattern(self, pattern: str) -> None:
+    def _check_symbols(self, name: str, pattern: str) -> None:
         wrong = sorted(set(pattern) - SYMBOLS)
         kinds = kinds_of(self, "".join(SYMBOLS))
         # The last of a symbol is the plain one.
         names = {kind.symbol: kind.name for kind in kinds if kind.symbol}
         known = ", ".join(f"{symbol} {name}" for symbol, name in names.items())
-        self._require(not wrong, f"hybrid_override_pattern {shown(pattern)} has"
-                      f" {', '.join(wrong)}: use {known}")  # fmt: skip
+        self._require(not wrong, f"{name} {shown(pattern)} has {', '.join(wrong)}: use {known}")
+
+    def _check_pattern(self, pattern: str) -> None:
+        self._check_symbols("hybrid_override_pattern", pattern)
+        kinds = kinds_of(self, "".join(SYMBOLS))
         mixers = {kind.symbol for kind in kinds if kind.slot is Slot.MIXER}
         self._require(bool(set(pattern) & mixers), f"hybrid_override_pattern {shown(pattern)}"
                       " has no layer that mixes positions: add one of M G *")  # fmt: skip

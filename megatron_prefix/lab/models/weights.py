@@ -17,7 +17,6 @@ import torch
 
 from megatron_prefix.features.recurrent.kind import Recurrent
 from megatron_prefix.lab.models.presets import ModelSpec
-from megatron_prefix.layers.releases import transformer_layers
 
 VOCAB_MULTIPLE = 128
 """Embedding tables are padded to a multiple of this and of tp, so padding rarely varies with tp."""
@@ -44,7 +43,8 @@ _FUSED_NORMS = (
 
 
 _IN_LAYERS = re.compile(
-    r"(?:decoder\.layers\.(\d+)|mtp\.layers\.(\d+)\.(?:transformer|mtp_model)_layer)\.(.*)"
+    r"(?:decoder\.layers\.(\d+)|mtp\.layers\.(\d+)\.(?:transformer|mtp_model)_layer"
+    r"(?:\.layers\.(\d+))?)\.(.*)"
 )
 
 
@@ -71,9 +71,8 @@ def global_name(model: Any, name: str) -> str:
     match = _IN_LAYERS.match(name)
     if match is None:
         return name
-    depth, rest = match[2], match[3]
-    number = int(match[1]) if depth is None else len(model.decoder.layers) + int(depth)
-    layer = transformer_layers(model)[number]
+    layer, prefix = _layer_of(model, *(number and int(number) for number in match.groups()[:3]))
+    rest = match[4]
     for fused, plain in _FUSED_NORMS:
         if rest == fused:
             rest = plain
@@ -83,9 +82,26 @@ def global_name(model: Any, name: str) -> str:
     if expert is not None:
         number = layer.mlp.local_expert_indices[int(expert[1] or expert[5])]
         rest = f"mlp.experts.{number}.{expert[2] or expert[3]}.{expert[4]}"
-    if depth is None:
-        return f"decoder.layers.{layer.layer_number - 1}.{rest}"
-    return f"mtp.layers.{depth}.transformer_layer.{rest}"  # its name before 0.17
+    return f"{prefix}.{rest}"
+
+
+def _layer_of(
+    model: Any, number: int | None, depth: int | None, place: int | None
+) -> tuple[Any, str]:
+    """A layer of one pipeline chunk, and its name in the whole model.
+
+    Args:
+        number: in the decoder; None: it is in multi-token prediction.
+        depth: of multi-token prediction.
+        place: in the stack at that depth of a hybrid model.
+    """
+    if number is not None:
+        layer = model.decoder.layers[number]
+        return layer, f"decoder.layers.{layer.layer_number - 1}"
+    block = model.mtp.layers[depth]
+    name = f"mtp.layers.{depth}.transformer_layer"  # its name before 0.17
+    layer = getattr(block, "transformer_layer", None) or block.mtp_model_layer
+    return (layer, name) if place is None else (layer.layers[place], f"{name}.layers.{place}")
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

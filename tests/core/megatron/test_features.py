@@ -31,7 +31,8 @@ VALUES = {
     "hidden_dropout": 0.1, "attention_dropout": 0.1, "fp8_dot_product_attention": True,
     "fp8_multi_head_attention": True, "moe_router_padding_for_quantization": True,
     "fp8_output_proj": True, "fp4": "e2m1", "quant_recipe": "a recipe",
-    "mtp_use_repeated_layer": True, "mtp_standalone": True, "mtp_isolated_loss": True,
+    "mtp_use_repeated_layer": True, "mtp_hsm": True, "mtp_standalone": True,
+    "mtp_isolated_loss": True,
     "qk_clip": True, "log_max_attention_logit": True, "overlap_moe_expert_parallel_comm": True,
     "delay_wgrad_compute": True, "vision_dp_when_cp": True, "hybrid_context_parallel": True,
     "num_microbatches_with_partial_activation_checkpoints": 1,
@@ -57,7 +58,7 @@ SCALES = {
 """Refused if `fp8` is on."""
 NAMES = [one.name for one in OPTIONS]
 LATER = {
-    "fp8_output_proj", "mtp_isolated_loss", "mtp_use_repeated_layer",
+    "fp8_output_proj", "mtp_isolated_loss", "mtp_use_repeated_layer", "mtp_hsm",
     "moe_expert_rank_capacity_factor", "moe_router_force_biased", "moe_paged_stash",
     "vision_dp_when_cp",
 }  # fmt: skip
@@ -91,6 +92,8 @@ def test_refused_at_install_with_its_name_and_a_mend(name, model, monkeypatch):
         monkeypatch.setattr(config, "fp8", "e4m3")
     if attribute == "mtp_use_repeated_layer":
         monkeypatch.setattr(config, "mtp_num_layers", 2)
+        monkeypatch.setattr(config, "num_moe_experts", 4)
+        monkeypatch.setattr(config, "moe_router_load_balancing_type", "global_aux_loss")
     if attribute == "vision_dp_when_cp":
         monkeypatch.setattr(config, "context_parallel_size", 2)
     monkeypatch.setattr(config, attribute, value, raising=False)

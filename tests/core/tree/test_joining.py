@@ -194,7 +194,8 @@ def samples(masked=False, depths=1):
         labels = (
             np.where(np.arange(len(tokens) - 1) < 9, -100, tokens[1:]) if masked else tokens[1:]
         )
-        weights = draw.choice([0.0, 1.0, 0.25], len(tokens) - 1)
+        # Of the first microbatch they are less than 1 together.
+        weights = draw.choice([0.0, 1.0, 0.25], len(tokens) - 1) * (0.01 if number < 2 else 1)
         found.append(Pairs(tokens[:-1], labels, weights != 0, weights=weights))
     return with_next_tokens([*found, found[0]], depths)
 
