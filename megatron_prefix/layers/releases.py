@@ -24,6 +24,8 @@ def transformer_layers(model: Any) -> list[Any]:
     if getattr(behind, "mtp_use_repeated_layer", False):
         blocks *= model.config.mtp_num_layers or 1
     # 0.17 has renamed it; in a hybrid model it is a stack.
-    inside = [getattr(block, "transformer_layer", None) or block.mtp_model_layer for block in blocks]
+    inside = (
+        getattr(block, "transformer_layer", None) or block.mtp_model_layer for block in blocks
+    )
     stacks = (getattr(layer, "layers", (layer,)) for layer in inside)
     return [*model.decoder.layers, *itertools.chain(*stacks)]

@@ -210,6 +210,7 @@ AHEAD_HEAD = Refusal("multi-token prediction, and a head of the trainer's own th
 DIFFERENT_ARGUMENTS = Refusal("model calls of one step differ in …", "call", NOT_YET, "give all microbatches the same")
 NO_POSITION = Refusal("a model call has no positions", "call", NOT_YET, "leave empty microbatches out")
 NO_TOKENS = Refusal("model calls of the first pipeline stage have no input_ids", "call", NOT_YET, "give them the tokens")
+AHEAD_FACTOR = Refusal("multi-token prediction with calculate_per_token_loss, whose loss verl multiplies by another number in every microbatch", "call", NOT_YET, "leave calculate_per_token_loss out")
 AHEAD_TOKENS = Refusal("model calls of the last pipeline stage have no input_ids, and the model has multi-token prediction", "call", NOT_YET, "give them the tokens there, too: Megatron itself needs them")
 AHEAD_LABELS = Refusal("model calls have no labels, and multi-token prediction needs them before megatron-core 0.19", "call", NOT_YET, "give them labels: Megatron itself fails without")
 OTHER_PACKING = Refusal("packed_seq_params has qkv_format …", "call", NOT_YET, "give 'thd', or no packing")

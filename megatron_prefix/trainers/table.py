@@ -83,6 +83,7 @@ VERL = Trainer(
     refused=(DYNAMIC_CP,),
     losses_set=frozenset({"batch_num_tokens"}),  # in global_batch_info of their configuration
     passes_together=True,  # forward_backward_batch reduces over these ranks before each call
+    masks_tokens=True,  # for multi-token prediction alone: log-probs are of all positions
 )
 
 SLIME = Trainer(

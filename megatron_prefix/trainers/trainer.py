@@ -41,7 +41,8 @@ class Trainer:
         passes_together: whether data-parallel ranks make equally many calls without gradients;
             read in its sources.
         masks_tokens: whether the loss_mask of its model calls is over tokens, not over the
-            positions that predict them; all positions then count.
+            positions that predict them, or for multi-token prediction alone; all positions then
+            count.
         losses_set: names that its losses set for themselves, and that no forward step of the
             versions that were tried reads, though its code has them for something else; read in
             its sources.

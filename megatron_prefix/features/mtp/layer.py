@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.features.mtp.patches import is_verls
 from megatron_prefix.features.mtp.tables import AheadTables, Division, FurtherRows
 from megatron_prefix.layers.kind import Override, owner
 from megatron_prefix.refusals.table import OTHER_AHEAD, OWN_POSTPROCESS
@@ -34,12 +35,14 @@ _BLOCK = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionB
 _LAYER = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer"
 
 
-def division(config: Any) -> Division:
-    """How this release of Megatron divides the loss of a microbatch."""
+def division(model: Any) -> Division:
+    """How this release of Megatron, or what a trainer has put in its place, divides the loss of a
+    microbatch."""
     from megatron_prefix.layers.releases import is_since
 
-    per_token = bool(config.calculate_per_token_loss)
-    return Division(per_token, _process() is not None, clamps_mean=is_since("0.18"))
+    per_token = bool(model.config.calculate_per_token_loss)
+    clamps = _process() is not None or is_verls(_in_place(model, "_postprocess"))
+    return Division(per_token, clamps, clamps_mean=is_since("0.18"))
 
 
 def loss_scale() -> float:
@@ -58,9 +61,11 @@ class WithoutLabels(Enum):
     MAKES_THEM = "of the tokens"
 
 
-def without_labels() -> WithoutLabels:
-    """What this release of Megatron does."""
+def without_labels(model: Any = None) -> WithoutLabels:
+    """What this release of Megatron does, or what a trainer has put in its place in a model."""
     process = _process()
+    if model is not None and is_verls(_in_place(model, "_postprocess")):
+        return WithoutLabels.NO_LOSS
     if process is None:
         return WithoutLabels.FAILS
     makes = "input_ids" in inspect.signature(process).parameters
@@ -93,10 +98,22 @@ def _repeats(block: Any) -> bool:
 
 
 def _is(module: Any, method: str, name: str) -> bool:
-    """Whether a method is that of a class, or what takes its place in segments; nobody's that was
-    put into the class: mcore_bridge's runs one layer several times."""
-    ours = getattr(vars(module).get(method), "__self__", None)
-    return isinstance(ours, LooksAhead | _Depth) or owner(module, method, patches=()) == name
+    """Whether a method is that of a class, what takes its place in segments, or verl's; nobody's
+    that was put into the class: mcore_bridge's runs one layer several times."""
+    if isinstance(_ours(module, method), LooksAhead | _Depth):
+        return True
+    return is_verls(vars(module).get(method)) or owner(module, method, patches=()) == name
+
+
+def _ours(module: Any, method: str) -> Any:
+    return getattr(vars(module).get(method), "__self__", None)
+
+
+def _in_place(module: Any, method: str) -> Any:
+    """What Megatron calls outside of segments."""
+    ours = _ours(module, method)
+    is_ours = isinstance(ours, LooksAhead | _Depth)
+    return ours.stock if is_ours else getattr(module, method, None)
 
 
 class _Shares(NamedTuple):
@@ -234,17 +251,17 @@ class _Depth:
 
     def __init__(self, layer: Any, depth: int, block: LooksAhead) -> None:
         self._layer, self._depth, self._block = layer, depth, block
-        self._stock = layer._get_embeddings
+        self.stock = layer._get_embeddings
 
     def embeddings(self, *args: Any, embedding: Any, **named: Any) -> Any:
         """Megatron's, with the embedding of the segment's inputs further on."""
         following = self._block.following(self._depth)
         if following is None:
-            return self._stock(*args, embedding=embedding, **named)
+            return self.stock(*args, embedding=embedding, **named)
         inputs, positions = following
         group, self._layer.cp_group = self._layer.cp_group, None  # nothing to exchange
         try:
-            return self._stock(
+            return self.stock(
                 *args, **named,
                 embedding=lambda **_: embedding(input_ids=inputs, position_ids=positions),
             )  # fmt: skip
@@ -273,7 +290,8 @@ class LooksAhead:
         self.step: StepAhead | None = None
         self._layers, self._repeats = [*model.mtp.layers], _repeats(model.mtp)
         self._is_hybrid = not hasattr(model, "_postprocess")
-        self._stock = model.mtp.forward if self._is_hybrid else model._postprocess
+        self._detaches = any(is_verls(layer._get_embeddings) for layer in self._layers)
+        self.stock = model.mtp.forward if self._is_hybrid else model._postprocess
         self.gathers_output: bool | None = None
 
     def overrides(self) -> Iterable[Override]:
@@ -284,6 +302,12 @@ class LooksAhead:
             yield self._model, "_postprocess", self._after_decoder
         for depth, layer in enumerate(self._layers):
             yield layer, "_get_embeddings", _Depth(layer, depth, self).embeddings
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether nobody has replaced its methods since."""
+        methods = ((module, name) for module, name, _ in self.overrides())
+        return all(isinstance(_ours(*method), LooksAhead | _Depth) for method in methods)
 
     def following(self, depth: int) -> Tensor | None:
         """Inputs and their positions that a depth reads of the segment that runs; None outside of
@@ -308,7 +332,7 @@ class LooksAhead:
         """Of a hybrid model, in the place of its block: as `_after_decoder`."""
         current = self._hooks.current
         if current is None:
-            return self._stock(*args, **named)
+            return self.stock(*args, **named)
         hidden = named.pop("hidden_states")
         if self.step is not None and current.decoded is None:
             named["runtime_gather_output"] = self.gathers_output
@@ -321,14 +345,14 @@ class LooksAhead:
         positions that are read go on."""
         current = self._hooks.current
         if current is None:
-            return self._stock(*args, **named)
+            return self.stock(*args, **named)
         hidden = named.pop("hidden_states")
         if self.step is not None and current.decoded is None:  # else its owner has it
             hidden = self._with_loss(hidden, current, named)
         config, num = self._model.config, self._model.config.mtp_num_layers
         config.mtp_num_layers = None
         try:
-            return self._stock(
+            return self.stock(
                 *args, **{**named, "mtp_in_postprocess": False},
                 hidden_states=self._hooks.read(hidden, current.rows),
             )  # fmt: skip
@@ -346,7 +370,8 @@ class LooksAhead:
         layers' own losses, too."""
         config, index = self._model.config, current.index
         factor = config.mtp_loss_scaling_factor / config.mtp_num_layers
-        predicted, has_loss = hidden.detach() if self._is_detached else hidden, False
+        is_detached = self._detaches or self._is_detached
+        predicted, has_loss = hidden.detach() if is_detached else hidden, False
         for depth, segment in enumerate(self._step[index]):
             predicted = self._predicted(depth, predicted, current, named)
             has_loss = bool(segment.labels.numel())
@@ -378,14 +403,18 @@ class LooksAhead:
     def _in_turn(self, depth: int, predicted: Tensor) -> Tensor:
         """What a layer that runs again has made; where its backward runs parts of it once more they
         know at which depth."""
+        from megatron.core.utils import make_viewless_tensor
+
         from megatron_prefix.layers.own_backward import with_backward
 
         def pull(gradient: Tensor) -> Tensor:
             self._hooks.turn = depth
             return gradient
 
-        result: Tensor = with_backward(lambda hidden: hidden.view_as(hidden), pull, predicted)
-        return result
+        result = with_backward(lambda hidden: hidden.view_as(hidden), pull, predicted)
+        # verl's patch drops the graph of a view.
+        viewless: Tensor = make_viewless_tensor(result, requires_grad=True, keep_graph=True)
+        return viewless
 
     def _logits(self, predicted: Tensor, segment: _FurtherSegment, named: Any) -> Tensor:
         """[rows, 1, vocabulary of this rank]."""
@@ -396,7 +425,8 @@ class LooksAhead:
         model, config, weight = self._model, self._model.config, None
         if model.share_embeddings_and_output_weights:
             weight = model.shared_embedding_or_output_weight()
-        if self._is_detached:
+        detaches = _process() is None and is_verls(self.stock)
+        if detaches or self._is_detached:
             weight = (model.output_layer.weight if weight is None else weight).detach()
         if config.sequence_parallel:
             group = model.pg_collection.tp

@@ -14,11 +14,13 @@ from megatron_prefix.errors import Reason, refused
 from megatron_prefix.features.across.communicator import Communicator
 from megatron_prefix.features.across.part import Crossing
 from megatron_prefix.features.mtp import layer
+from megatron_prefix.features.mtp.patches import scales_microbatches
 from megatron_prefix.features.mtp.tables import AheadTables, loss_sums
 from megatron_prefix.parts import Attempt, StepPart
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
+    AHEAD_FACTOR,
     AHEAD_LABELS,
     AHEAD_NOTHING,
     AHEAD_PADDED,
@@ -51,8 +53,12 @@ class MultiToken(StepPart):
             raise refused(AHEAD_TOKENS)
         if last.weights is None and self.rank.predicts_further:
             raise refused(AHEAD_TOKENS)
-        if last.labels is None and layer.without_labels() is layer.WithoutLabels.FAILS:
+        model = self.rank.language_models[-1]
+        if last.labels is None and layer.without_labels(model) is layer.WithoutLabels.FAILS:
             raise refused(AHEAD_LABELS)
+        packings = (call["packed_seq_params"] for call in capture.calls(-1))
+        if scales_microbatches(packings, model.config):
+            raise refused(AHEAD_FACTOR)
         if self.rank.predicts_further and _leave_padding_out(capture.calls(-1)):
             raise refused(AHEAD_PADDED)
         size = self.rank.groups.cp.size()
@@ -72,7 +78,7 @@ class MultiToken(StepPart):
         samples, cp = step.samples, self.rank.groups.cp
         if not (self.rank.is_last and samples and samples[0].weights is not None):
             return
-        division = layer.division(self.rank.config)
+        division = layer.division(self.rank.language_models[-1])
         if division.per_token or division.clamps:
             return
         for depth in range(1, self.rank.model.looks_ahead + 1):
@@ -87,7 +93,8 @@ class MultiToken(StepPart):
         if not hasattr(model, "mtp"):
             return
         inside = hooks.kept.get(MultiToken)
-        if inside is None:
+        if inside is None or not inside.is_in_place:
+            hooks.keep(MultiToken, None)
             inside = layer.LooksAhead(model, hooks)
             hooks.keep(MultiToken, inside, inside.overrides())
         self._step = self._read_tables(attempt) if self.rank.predicts_further else None
@@ -96,9 +103,9 @@ class MultiToken(StepPart):
 
     def computing(self, action: Action) -> contextlib.AbstractContextManager[None]:
         """See StepPart."""
-        inside, last = self._inside, len(self.rank.models) - 1
-        is_around = inside is not None and action.chunk == last
-        return inside.computing() if is_around else contextlib.nullcontext()
+        if self._inside is None or action.chunk < len(self.rank.models) - 1:
+            return contextlib.nullcontext()
+        return self._inside.computing()
 
     def end(self) -> None:
         """See StepPart."""
@@ -119,13 +126,14 @@ class MultiToken(StepPart):
             raise RuntimeError("the last stage has no samples")
         logs = rank.language_models[-1].training
         labels = attempt.stages[-1].has_labels
-        if not labels and layer.without_labels() is layer.WithoutLabels.NO_LOSS:
+        model = rank.language_models[-1]
+        if not labels and layer.without_labels(model) is layer.WithoutLabels.NO_LOSS:
             samples = [replace(sample, weights=np.zeros(len(sample))) for sample in samples]
             logs = False
         cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.model.sequence_ranks
         tables = AheadTables(
-            step.forest, samples, step.microbatch_of, layer.division(rank.config), cp.rank(),
-            cp.size(), rank.model.looks_ahead, apart=contract.scales is not None,
+            step.forest, samples, step.microbatch_of, layer.division(model), cp.rank(), cp.size(),
+            rank.model.looks_ahead, apart=contract.scales is not None,
         )  # fmt: skip
         if (communicator := _crossing_ranks(attempt)) is not None:
             scale = 1.0

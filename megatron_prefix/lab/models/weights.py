@@ -71,7 +71,7 @@ def global_name(model: Any, name: str) -> str:
     match = _IN_LAYERS.match(name)
     if match is None:
         return name
-    layer, prefix = _layer_of(model, *(number and int(number) for number in match.groups()[:3]))
+    layer, prefix = _layer_of(model, match)
     rest = match[4]
     for fused, plain in _FUSED_NORMS:
         if rest == fused:
@@ -85,23 +85,20 @@ def global_name(model: Any, name: str) -> str:
     return f"{prefix}.{rest}"
 
 
-def _layer_of(
-    model: Any, number: int | None, depth: int | None, place: int | None
-) -> tuple[Any, str]:
-    """A layer of one pipeline chunk, and its name in the whole model.
-
-    Args:
-        number: in the decoder; None: it is in multi-token prediction.
-        depth: of multi-token prediction.
-        place: in the stack at that depth of a hybrid model.
-    """
+def _layer_of(model: Any, match: re.Match[str]) -> tuple[Any, str]:
+    """A layer of one pipeline chunk, and its name in the whole model, by a match of `_IN_LAYERS`:
+    its number in the decoder, or of multi-token prediction the depth and, in a hybrid model, the
+    place in the stack there."""
+    number, depth, place = match.groups()[:3]
     if number is not None:
-        layer = model.decoder.layers[number]
+        layer = model.decoder.layers[int(number)]
         return layer, f"decoder.layers.{layer.layer_number - 1}"
-    block = model.mtp.layers[depth]
+    block = model.mtp.layers[int(depth)]
     name = f"mtp.layers.{depth}.transformer_layer"  # its name before 0.17
     layer = getattr(block, "transformer_layer", None) or block.mtp_model_layer
-    return (layer, name) if place is None else (layer.layers[place], f"{name}.layers.{place}")
+    if place is not None:
+        layer, name = layer.layers[int(place)], f"{name}.layers.{place}"
+    return layer, name
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -4,6 +4,7 @@
 "padded": without `use_remove_padding`, with a mask [rollouts, positions] at the model call;
 "r2", "r3": experts, with routes that the pass for log-probs records, or that rollouts bring;
 "recompute": with full activation recomputation; with "dp2" each rank has every other rollout;
+"mtp": with multi-token prediction by its patch, which "detached" keeps from the decoder;
 "value": its critic's engine, head and loss, instead of the actor's;
 "plugin": with the schedule that verl's plugin has put into the engine's module.
 """
@@ -21,6 +22,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.trainers.table import VERL
 from tests.core.trainers import engine_routes, worker
 from tests.core.trainers.both import Both, changed, config_of
 from tests.oracle import attention
@@ -54,10 +56,14 @@ def engine_of(name, chunks):
     )  # fmt: skip
     engine.model_config = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
-        mtp=SimpleNamespace(enable=False, enable_train=False),
+        mtp=SimpleNamespace(
+            enable="mtp" in name, enable_train="mtp" in name, detach_encoder="detached" in name
+        ),
         model_type="language_model", tokenizer=SimpleNamespace(pad_token_id=0),
     )  # fmt: skip
     engine.tf_config, engine.module = unwrap(chunks[0]).config, chunks
+    if "mtp" in name:
+        engines.patch_engine_mtp(chunks, engine.model_config)
     engine.enable_routing_replay, engine.mini_layer_topk_idx_list = bool(replay), []
     engine.is_mp_src_rank_with_outputs = lambda: True
     return engine
@@ -183,7 +189,8 @@ def model_of(name, layout):
     preset, tied = "tiny-moe" if experts else "tiny-qwen3", {}
     if "value" in name and layout.pp > 1:
         tied = {"tie_embeddings": False}  # Megatron would add up gradients of head and embedding
-    spec = resolve(preset, num_layers=2, **tied).with_vocab(VOCAB)
+    further = {"mtp_num_layers": 2} if "mtp" in name else {}
+    spec = resolve(preset, num_layers=2, **tied, **further).with_vocab(VOCAB)
     recompute = "full" if "recompute" in name else "none"
     with changed(valued) if "value" in name else contextlib.nullcontext():
         chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
@@ -218,7 +225,7 @@ def steps(name):
     spec, chunks = model_of(name, layout)
     engine, both = engine_of(name, chunks), Both(config_of(name))
     both.state = lambda: [engine, *RouterReplay.router_instances]
-    both.leaves_alike = "recompute" in name
+    both.leaves_alike, both.masks_tokens = "recompute" in name, VERL.masks_tokens
     if "plugin" in name:
         both.swapped = transformer_impl.get_forward_backward_func
         assert isinstance(both.swapped(), PrefixSchedule), "verl has not loaded the plugin"

@@ -83,7 +83,7 @@ def test_every_stage_knows_all_layers():
         found = pattern_of(stage)
         assert len(found) == 8 and found.count("*") == 2 and found.count("-") == 2
     given = SimpleNamespace(hybrid_override_pattern="M*|M-/MM", hybrid_attention_ratio=0.0)
-    assert pattern_of(given) == "M*M-"
+    assert pattern_of(given) == "M*M-/MM"
     assert pattern_of(SimpleNamespace(decoder=SimpleNamespace())) == ""
 
 
