@@ -81,6 +81,7 @@ class Hooks:
             how often the one that runs has run before.
     """
 
+    turn = 0
     mlp_tap: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None
 
     def __init__(self, model: nn.Module, kernel: str) -> None:
@@ -112,7 +113,6 @@ class Hooks:
         if self._rope is not None:
             self.rotary.add(self._rope)
         self.predicts_further = False
-        self.turn = 0
         self.tap: Tap | None = None
         self.kept: dict[Any, Any] = {}
         self._undo_kept: dict[Any, list[Callable[[], None]]] = {}

@@ -124,9 +124,8 @@ class MultiToken(StepPart):
         samples = step.samples
         if samples is None:
             raise RuntimeError("the last stage has no samples")
-        logs = rank.language_models[-1].training
-        labels = attempt.stages[-1].has_labels
-        model = rank.language_models[-1]
+        model, labels = rank.language_models[-1], attempt.stages[-1].has_labels
+        logs = model.training
         if not labels and layer.without_labels(model) is layer.WithoutLabels.NO_LOSS:
             samples = [replace(sample, weights=np.zeros(len(sample))) for sample in samples]
             logs = False
