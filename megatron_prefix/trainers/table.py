@@ -117,7 +117,7 @@ NEMO_RL = Trainer(
     module="nemo_rl",
     package="nemo-rl",
     tried=("7ea279abf",),
-    on="`import megatron_prefix.auto.on_import` in nemo_rl/models/megatron/train.py",
+    on="`import megatron_prefix.auto.on_import` in `nemo_rl/models/megatron/train.py`",
     loss="those whose next token `token_mask` has, and each sample's last one, in updates; every"
     " position in passes for log-probs, and where tokens of microbatch and model call differ",
     together="no sequence packing, no dynamic batching, and a number of prompts that data-parallel"
@@ -144,7 +144,7 @@ SKYRL = Trainer(
     package="skyrl",
     tried=("a9564572e",),
     on="`import megatron_prefix.auto.on_import` in"
-    " skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py",
+    " `skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py`",
     loss="every position: its mask acts in the loss",
     together="its dispatch, which cuts a mini-batch into equal parts in the order of its rollouts",
     refused=(SKYRL_ROWS,),
