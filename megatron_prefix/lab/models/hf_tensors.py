@@ -76,9 +76,9 @@ class Ahead(NamedTuple):
     copies: tuple[str, str] | None = None
 
 
-def ahead_as_layer(spec: ModelSpec) -> Ahead:
-    """DeepSeek-V3 and what has its format: as one more layer."""
-    at = f"model.layers.{spec.num_layers}"
+def ahead_as_layer(spec: ModelSpec, depth: int) -> Ahead:
+    """DeepSeek-V3 and what has its format: as one more layer each."""
+    at = f"model.layers.{spec.num_layers + depth}"
     return Ahead(
         at, f"{at}.enorm.weight", f"{at}.hnorm.weight", f"{at}.eh_proj.weight",
         f"{at}.shared_head.norm.weight",
@@ -86,8 +86,10 @@ def ahead_as_layer(spec: ModelSpec) -> Ahead:
     )  # fmt: skip
 
 
-def ahead_apart(_: ModelSpec) -> Ahead:
-    """Qwen3-Next and Qwen3.5."""
+def ahead_apart(_: ModelSpec, depth: int) -> Ahead | None:
+    """Qwen3-Next and Qwen3.5, which have one."""
+    if depth:
+        return None
     return Ahead(
         "mtp.layers.0", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
         "mtp.fc.weight", "mtp.norm.weight",
@@ -108,7 +110,7 @@ class Format:
         unread: names of tensors that Megatron's model has no place for: of heads for multi-token
             prediction that it is built without, and of what sees.
         layers_unread: layers behind the last one are such heads, too.
-        ahead: the names of such a head; None: that family has none.
+        ahead: the names of such a head, by its depth from 0; None: that family has none there.
     """
 
     prefix: str = "model"
@@ -120,7 +122,7 @@ class Format:
     experts: Callable[[ModelSpec, str], Sources] | None = None
     unread: str = r"^mtp\."
     layers_unread: bool = False
-    ahead: Callable[[ModelSpec], Ahead] | None = None
+    ahead: Callable[[ModelSpec, int], Ahead | None] = lambda *_: None
 
     @property
     def names(self) -> tuple[str, str, str]:
@@ -153,15 +155,17 @@ def sources(spec: ModelSpec, form: Format) -> dict[str, Source]:
         at = f"{form.prefix}.layers.{layer}"
         for name, source in (_block if form.hybrid else _layer)(spec, form, layer, at):
             found[f"decoder.layers.{layer}.{name}"] = source
-    if spec.mtp_num_layers and form.ahead:
-        found |= {f"mtp.layers.0.{name}": source for name, source in _ahead(spec, form, form.ahead)}
+    for depth in range(spec.mtp_num_layers or 0):
+        if own := form.ahead(spec, depth):
+            parts = _ahead(spec, form, own)
+            found |= {f"mtp.layers.{depth}.{name}": source for name, source in parts}
     return found
 
 
-def _ahead(spec: ModelSpec, form: Format, names: Callable[[ModelSpec], Ahead]) -> Sources:
+def _ahead(spec: ModelSpec, form: Format, own: Ahead) -> Sources:
     """Of multi-token prediction, whose layer is as the model's last; both sides put the embedding
     in front of the hidden states."""
-    hidden, own = spec.hidden_size, names(spec)
+    hidden = spec.hidden_size
     yield "enorm.weight", whole(own.embedding_norm, hidden)
     yield "hnorm.weight", whole(own.hidden_norm, hidden)
     yield "eh_proj.weight", whole(own.projection, hidden, 2 * hidden)

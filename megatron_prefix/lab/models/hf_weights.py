@@ -107,15 +107,15 @@ class HFWeights:
         _check_same(self.folder, self.whole, spec)
         self._shards = Shards(self.folder)
         self._format = format_of(hf.model_type(self.folder), self._shards.names)
-        if spec.mtp_num_layers and self._format.ahead is None:
+        num = spec.mtp_num_layers or 0
+        if num and self._format.ahead(spec, 0) is None:
             raise UserError(
                 f"{self.folder}: MTP weights of this model family cannot be read; give --set"
                 " mtp_num_layers=none"
             )
-        if (spec.mtp_num_layers or 0) > 1:
+        if num and self._format.ahead(spec, num - 1) is None:
             raise UserError(
-                f"{self.folder}: only one MTP layer can be read from a checkpoint; give --set"
-                " mtp_num_layers=1"
+                f"{self.folder}: this model family has one MTP layer; give --set mtp_num_layers=1"
             )
         self.whole = dataclasses.replace(self.whole, mtp_num_layers=spec.mtp_num_layers)
         self.sources = sources(self.whole, self._format)
@@ -129,9 +129,10 @@ class HFWeights:
         copies: dict[str, list[str]] = {embedding: [], head: []}
         if self.whole.tie_embeddings:
             copies = {embedding: [HEAD]}
-        ahead = self._format.ahead(self.whole) if self.whole.mtp_num_layers else None  # type: ignore[misc]
-        for table, copy in zip((embedding, head), (ahead and ahead.copies) or (), strict=False):
-            copies[table if table in copies else embedding].append(copy)
+        for depth in range(self.whole.mtp_num_layers or 0):
+            ahead = self._format.ahead(self.whole, depth)
+            for table, copy in zip((embedding, head), (ahead and ahead.copies) or (), strict=False):
+                copies[table if table in copies else embedding].append(copy)
         return {one: [c for c in some if c in self._shards.names] for one, some in copies.items()}
 
     def _check_tensors(self) -> None:
