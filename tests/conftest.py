@@ -43,6 +43,15 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(scope="module")
+def on_one_rank() -> Iterator[None]:
+    """Process groups of one rank."""
+    from tests.harness.one_rank import one_rank
+
+    with one_rank():
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Garbage is not looked for while tests are imported: it takes as long as the imports."""

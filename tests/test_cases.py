@@ -10,13 +10,8 @@ from megatron_prefix.tree import payload_map
 from tests import judge, mistakes
 from tests.cases import FAMILIES, FURTHER, random_row, row, wrong
 from tests.harness.fuzzing import rounds
-from tests.harness.one_rank import one_rank
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 VARIANTS = (

@@ -8,14 +8,9 @@ import pytest
 from megatron_prefix.refusals import table
 from tests import judge
 from tests.cases import auto_row, row
-from tests.harness.one_rank import one_rank
 from tests.oracle.model import SETS
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 ODD = [

@@ -4,13 +4,8 @@ import pytest
 
 from tests import judge
 from tests.cases import row
-from tests.harness.one_rank import one_rank
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 POLICIES = ("graphs", "graphs in chunks", "graphs recompute", "graphs recompute_act")

@@ -14,9 +14,11 @@ from megatron_prefix.layers import fused_yarn, table
 from megatron_prefix.refusals.table import FUSED_YARN
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid, steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.own_delta import Packed
 from tests.harness.steps import Contract
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 EXACT = hybrid.limit(128, 3)
 ITEMS = hybrid.items()
@@ -24,12 +26,6 @@ PACKS = [packing.pack(ITEMS[at : at + 4]) for at in range(0, len(ITEMS), 4)]
 FORMS: dict[str, tuple[Contract, list[Any]]] = {
     "rows": (Contract(), ITEMS), "packs": (Packed(), PACKS)
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -15,18 +15,13 @@ from tests.harness.arenas import Storages, offloaders, watch_arenas
 from tests.harness.failures import Countdown, Fault, raised
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import one_rank
 from tests.harness.predicted import predicted_bytes
 from tests.harness.steps import Contract
 
+pytestmark = pytest.mark.usefixtures("on_one_rank")
+
 SPECS = {GDN: hybrid.gated_delta(4, every=4), MAMBA: hybrid.mamba("M-M*M-")}
 FAMILIES = pytest.mark.parametrize("name", [GDN, MAMBA])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
 
 
 def step(model, items=None, **fields):

@@ -14,18 +14,14 @@ from megatron_prefix.megatron.install import install, installed, language_model
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 EXACT = hybrid.limit(128, 2)
 DENSE: dict[str, Any] = {"num_layers": 2, "num_moe_experts": None}
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
 
 
 def model_of(fields, **options):

@@ -13,14 +13,10 @@ from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import get_forward_backward_func
 from tests.harness import one_group
 from tests.harness.one_group import assert_bitwise, run, schedule_with
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def test_mode_off_is_megatrons_schedule():

@@ -11,14 +11,10 @@ from megatron_prefix.lab.rl.step_parts import watching
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.arenas import offloaders
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def test_a_segment_is_loaded_in_the_backward_before_its_own(monkeypatch):

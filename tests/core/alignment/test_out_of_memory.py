@@ -15,14 +15,10 @@ from megatron_prefix.run import agreement
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.failures import CONFIG, PLACES, Countdown, assert_same, items, raised, run
-from tests.harness.one_rank import change_rank, one_rank, small_model
+from tests.harness.one_rank import change_rank, small_model
 from tests.harness.steps import Contract
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 class Once(Countdown):

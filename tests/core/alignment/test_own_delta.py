@@ -18,14 +18,9 @@ from megatron_prefix.lab.rl import packing
 from megatron_prefix.megatron.install import install, installed
 from tests.harness import hybrid, own_delta, steps
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import one_rank
 from tests.harness.own_delta import FULL, LINEAR, Packed, own_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 # --- what is refused ------------------------------------------------------------------------------

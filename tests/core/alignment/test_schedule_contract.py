@@ -20,14 +20,10 @@ from megatron_prefix.run.rank import default_groups
 from megatron_prefix.run.schedule import NEW_FUNCTION, PrefixSchedule, get_forward_backward_func
 from tests.harness import steps
 from tests.harness.one_group import assert_aligned, items, run, schedule_with
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def test_every_keyword_of_megatrons_schedules_is_taken():

@@ -10,16 +10,12 @@ import torch
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
 from tests.harness import hybrid, steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract
 
+pytestmark = pytest.mark.usefixtures("on_one_rank")
+
 EXACT = hybrid.limit(128, 3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
 
 
 def window(left, every=2, **more):

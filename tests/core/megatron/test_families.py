@@ -19,13 +19,9 @@ from megatron_prefix.layers.kind import PATCHES
 from megatron_prefix.megatron import families, features
 from megatron_prefix.megatron.install import install, language_model, uninstall
 from megatron_prefix.run.calls import Callbacks
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def named(full, *bases, **members):

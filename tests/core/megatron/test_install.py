@@ -20,38 +20,17 @@ from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_group import assert_bitwise, items, run
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 CONFIG = PrefixConfig(min_gain=0, kernel="math")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
-
-
-def items(seed=0, num=4):
-    """One group of rollouts with a common prompt."""
-    return steps.group(seed, num)
-
-
-def run(schedule, model, data=None):
-    """A step's logs and gradients."""
-    steps.zero_gradients(model)
-    logs = steps.call(schedule, Contract().step, model, data or items())
-    return logs, steps.gradients(model)
-
-
-def stock(model, data=None):
-    return run(get_forward_backward_func(), model, data)
-
-
-def assert_bitwise(found, expected):
-    assert [log["loss"].item() for log in found[0]] == [log["loss"].item() for log in expected[0]]
-    assert found[1].keys() == expected[1].keys()
-    assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+def stock(model):
+    return run(get_forward_backward_func(), model)
 
 
 def state_of(model):
@@ -126,9 +105,9 @@ def test_an_override_that_was_there_comes_back():
     install(model, "math")
     assert mlp.forward is not theirs
     stock(model)
-    assert len(calls) == 4
+    assert len(calls) == len(items())
     run(PrefixSchedule(CONFIG), model)
-    assert len(calls) > 4
+    assert len(calls) > len(items())
     uninstall(model)
     assert vars(mlp)["forward"] is theirs
 

@@ -23,10 +23,12 @@ from megatron_prefix.tree import Forest, Place, Segment, Span, TreeOptions, buil
 from megatron_prefix.tree.payload_map import Form
 from tests.harness import steps
 from tests.harness.failures import CONFIG, assert_same, items, run
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts, random_forest
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 SPEC = resolve("llama3-8b")
 FOOTPRINT, COST = footprint_of(SPEC, Execution()), cost_of(SPEC)
@@ -140,12 +142,6 @@ def test_the_leanest_plan_has_nothing_leaner():
 
 
 # --- In a step ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
 
 
 def test_a_step_takes_what_fits_its_budget():

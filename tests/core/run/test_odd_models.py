@@ -13,13 +13,9 @@ from megatron_prefix.refusals import table
 from megatron_prefix.run.read.random_numbers import RandomUse
 from tests.harness import steps
 from tests.harness.one_group import items, run, schedule_with
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def plain_model(**spec):

@@ -23,18 +23,14 @@ from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_group import items
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 LATER = 2
 """The first step, counted from 0, in which a trainer does something else."""
 NUM_STEPS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
 
 
 @dataclass

@@ -13,15 +13,10 @@ from megatron_prefix.lab.models.hf_weights import HFWeights
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.models.shards import Shards
 from tests.harness import hf_checkpoints
-from tests.harness.one_rank import one_rank
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    with one_rank():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,10 @@ from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.run.execute.memory_control import longest_segments
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from tests.harness import steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.lab.predict.test_peak_memory import VOCAB
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def groups(num, seed):
@@ -102,12 +104,6 @@ def test_no_module_is_passed_over_when_a_step_begins():
 
 
 # Multi-token prediction ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
 
 
 def flops(spec, length):

@@ -20,10 +20,12 @@ from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from tests.harness import saving_kernels, steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 VOCAB, GIB = 128, float(1 << 30)
 # prompt, response, rollouts, segment tokens, chunk tokens, groups; five small groups are packed; in
@@ -36,12 +38,6 @@ MODELS = [
     ("tiny-llama", "none", {"mtp_num_layers": 1}, SHAPES[3:]),
 ]  # fmt: skip
 """How Megatron recomputes their layers, other fields, and the shapes of their steps."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
 
 
 STOCK = 10**9

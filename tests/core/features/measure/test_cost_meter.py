@@ -16,13 +16,9 @@ from megatron_prefix.plan.gate import decide
 from megatron_prefix.run import step_reader
 from megatron_prefix.run.read.suspend import Capture
 from tests.harness.one_group import assert_bitwise, run, schedule_with
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def around_of(schedule):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +19,10 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step_run import StepRun
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items, run, schedule_with
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def verifying(mode="on", num=1, **fields):
@@ -139,6 +136,16 @@ def test_gradients_may_be_kept_elsewhere(monkeypatch, faulty, place):
     schedule, model = faulty("on", 1.0)
     with pytest.raises(CannotShare, match=r"linear_fc2\.weight"):
         run(schedule, model)
+
+
+def test_norms_are_those_of_all_experts_of_a_layer(monkeypatch):
+    values = {f"experts.linear_fc1.weight{n}": torch.tensor([n + 3.0]) for n in range(2)}
+    monkeypatch.setattr(gradients, "gradients", lambda rank: iter(values.items()))
+    monkeypatch.setattr(gradients, "_left_to_sum", lambda rank: None)
+    monkeypatch.setattr(gradients, "place_for", lambda rank: "device")
+    kept = gradients.KeptGradients(SimpleNamespace(device=torch.device("cpu")), by_norm=True)
+    values |= {name: 2 * value for name, value in values.items()}
+    assert kept.differences() == [("experts.linear_fc1.weight*", 5.0, 10.0)]
 
 
 @pytest.mark.parametrize(

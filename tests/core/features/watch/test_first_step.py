@@ -16,14 +16,10 @@ from megatron_prefix.refusals import table
 from megatron_prefix.run.calls import Callbacks
 from tests.harness import one_group, steps
 from tests.harness.one_group import assert_bitwise
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 class Trainer:

@@ -10,14 +10,15 @@ import torch.distributed as dist
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.experts.group_counts import GroupCounts
-from megatron_prefix.features.experts.sums import progress, prove
+from megatron_prefix.features.experts.sums import progress, prove, sums_behind
 from megatron_prefix.plan.check import PlanError, check_plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
 from megatron_prefix.plan.walk import seconds_of, walk
 from megatron_prefix.run.agreement import check_counts, share_together
+from megatron_prefix.tree import build
 from tests.core.plan.test_planner import flat_forest
-from tests.harness.trees import with_programs
+from tests.harness.trees import exact, flat_rollouts, with_programs
 
 
 def test_an_ordered_segment_waits_for_earlier_microbatches():
@@ -31,6 +32,22 @@ def test_an_ordered_segment_waits_for_earlier_microbatches():
     assert loss_ready_after(forest, backwards) == [0, 1, 2, 3, 4, 5]
     assert loss_ready_after(replace(forest, ordered=True), backwards) == [0, 5, 5, 3, 5, 5]
     assert loss_ready_after(replace(forest, ordered=True), [0, 1, 0, 1]) == [0, 4, 5, 3, 4, 5]
+
+
+def test_a_sum_begins_early_only_if_no_other_is_under_way():
+    forest = build(*flat_rollouts(6, 2, 2, 4), exact(segment_tokens=2))
+    plan = make_plan(replace(forest, ordered=True), 2, run_ahead=4)
+    steps = [needed for _, needed in progress(plan, 0, range(8))]
+    begun = waited = early = 0
+    for needed, later, now in zip(
+        steps, [*steps[1:], 0], sums_behind(plan, 0, range(8)), strict=True
+    ):
+        waited = max(waited, needed)
+        if now > max(begun, later):
+            assert begun == waited == now - 1
+            early += 1
+        begun = now
+    assert early
 
 
 # The collectives ----------------------------------------------------------------------------------

@@ -19,18 +19,14 @@ from megatron_prefix.plan.prediction import heaviest_stock_plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest, Segment, Span
 from tests.harness import steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
+pytestmark = pytest.mark.usefixtures("on_one_rank")
+
 VOCAB = 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
 
 
 @pytest.fixture

@@ -13,14 +13,10 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from tests.harness.calls import run_step
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.own_heads import HEADS, HeadForm, HeadTrainer, put_into
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 class Quiet(HeadTrainer):

@@ -27,14 +27,10 @@ from megatron_prefix.run.read.loss_variables import LossVariables
 from megatron_prefix.run.read.suspend import SuspendedStep
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def call(value="call"):
