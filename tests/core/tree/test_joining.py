@@ -281,6 +281,24 @@ def test_every_label_counts_as_in_its_microbatches(division, masked, size, depth
     assert all(found[key] == pytest.approx(wanted[key], rel=1e-12) for key in wanted)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_inputs_so_far_behind_every_position(size):
+    some = samples(depths=2)
+    forest = forest_of(some, 1 if size == 1 else 2 * size)
+    for rank in range(size):
+        tables = AheadTables(forest, some, MICROBATCHES, DIVISIONS[0], rank, size, depths=2)
+        found = iter(tables.following().transpose(2, 0, 1).tolist())
+        for segment in forest.segments:
+            places = [(span, n) for span in segment.spans for n in range(span.padded)]
+            for held in cp_layout.held_positions([s.padded for s in segment.spans], rank, size):
+                span, place = places[held]
+                inputs = some[span.rollouts[0]].inputs
+                for later, pair in enumerate(next(found), span.start + place + 1):
+                    inside = place < span.length and later < len(inputs)
+                    assert pair == ([inputs[later], later] if inside else [0, 0])
+        assert not [*found]
+
+
 def test_megatron_divides_by_zero():
     some = samples()
     for one, of in zip(some, MICROBATCHES, strict=True):
