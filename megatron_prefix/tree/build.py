@@ -13,6 +13,7 @@ experts of a position belong to its pair.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -313,10 +314,14 @@ def _copied_nodes(roots: list[Node]) -> list[Node]:
 
 
 def _chunked(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) -> Sequence[Node]:
-    """Cuts every node longer than `chunk_tokens` into a chain of nearly equal chunks."""
-    longest = options.rounded(options.chunk_tokens)
+    """Cuts every node longer than `chunk_tokens` into a chain of nearly equal chunks. Where these
+    are padded, all but the last have a length that is not: rows of the chain are one interval."""
+    longest, step = options.rounded(options.chunk_tokens), options.boundary
     if not longest:
         return roots
+    padded_step = math.lcm(step, options.even_step)
+    if padded_step <= longest <= options.even:
+        longest, step = longest // padded_step * padded_step, padded_step
     for node in list(preorder(roots)):
         if node.common >= 0:
             continue
@@ -325,7 +330,7 @@ def _chunked(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) 
         if options.loss_in_leaves:
             end = min(end, *(first[m] for m in node.members))
         end = node.end if end == node.end else options.rounded(end)
-        bounds = equal_bounds(node.start, end, longest, options.boundary)
+        bounds = equal_bounds(node.start, end, longest, step)
         if end < node.end:
             bounds.append(node.end)
         tail, last = Node(bounds[-2], bounds[-1], node.members, node.children), node

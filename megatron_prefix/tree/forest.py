@@ -213,9 +213,14 @@ class TreeOptions:
     def boundary(self) -> int:
         return math.lcm(self.multiple, self.cut)
 
-    def missing(self, length: int) -> int:
+    @property
+    def even_step(self) -> int:
+        """Segments of at most `even` positions are padded to multiples of it."""
         step = max(1, self.even // EVEN_PARTS // self.multiple) * self.multiple
-        padding = -length % math.lcm(self.pad_multiple, step)
+        return math.lcm(self.pad_multiple, step)
+
+    def missing(self, length: int) -> int:
+        padding = -length % self.even_step
         return padding if length + padding <= self.even else -length % self.pad_multiple
 
     def rounded(self, position: int) -> int:

@@ -26,9 +26,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from megatron_prefix.tree.forest import Place, Segment
+from megatron_prefix.tree.forest import Place, Segment, Span
 from megatron_prefix.tree.tails import Tail, tails_of
 
+_FIRST = operator.itemgetter(0)
 PIECE_KEYS = 1 << 15
 """Most keys of a single run in one level. In one piece a long block would need memory for all its
 gradients beside their sums."""
@@ -277,9 +278,18 @@ class _Allocator:
 
 
 def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
-    spans = segments[index].spans
+    spans = [span for span in segments[index].spans if span.rollouts]
     parent = spans[0].parent if len(spans) == 1 else None
     return parent.segment if parent and len(segments[parent.segment].spans) == 1 else None
+
+
+def _parents(spans: Sequence[Span]) -> Iterator[Place | None]:
+    """Of each span. Padding sees what is before it sees, so that it needs no run of its own: nobody
+    reads what it gives, and no gradient comes to it."""
+    parent = None
+    for span in spans:
+        parent = span.parent if span.rollouts else parent
+        yield parent
 
 
 class _Levels:
@@ -304,9 +314,10 @@ class _Levels:
     def _of(self, index: int) -> tuple[Level, ...]:
         spans = self.segments[index].spans
         paths, bounds = list[tuple[Place, ...]](), [0]  # of neighbours that continue one span
-        for parent, siblings in itertools.groupby(spans, operator.attrgetter("parent")):
+        parents = _parents(spans)
+        for parent, siblings in itertools.groupby(zip(parents, spans, strict=True), _FIRST):
             paths.append(self._path(parent))
-            bounds.append(bounds[-1] + sum(span.padded // self.parts for span in siblings))
+            bounds.append(bounds[-1] + sum(span.padded // self.parts for _, span in siblings))
         above = {place.segment for path in paths for place in path}
         self.visible.append(sorted(above - {index}))
         alike = (len({*places}) == 1 for places in zip(*paths, strict=False))

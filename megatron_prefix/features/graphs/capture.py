@@ -51,21 +51,21 @@ class Rehearsal:
 
 
 class GraphCapture:
-    """One layer's forward; see Cut.
+    """The forward of a layer, or of several whole layers that are one launch; see Cut.
 
     Args:
         graphs: that it is one of.
-        layer: the layer.
-        x: what it is given.
+        layers: in the order in which they run.
+        x: what the first is given.
 
     Attributes:
         pieces, cores: see Sides.
     """
 
-    def __init__(self, graphs: SegmentGraphs, layer: CutLayer, x: Tensor) -> None:
-        self._graphs, self._layer, self._x = graphs, layer, x
+    def __init__(self, graphs: SegmentGraphs, layers: Sequence[CutLayer], x: Tensor) -> None:
+        self._graphs, self._layer, self._last, self._x = graphs, layers[0], layers[-1], x
         self._enters = x
-        self._has_core = graphs.has_inside(layer)
+        self._has_core = len(layers) > 1 or graphs.has_inside(self._layer)
         self.pieces, self.cores = list[Piece](), list[Core]()
         self._runs: Piece | None = None
         self._inputs: list[Tensor] = [self._enters]
@@ -134,7 +134,7 @@ class GraphCapture:
             CannotCaptureError: not all that the layer has run is in its graphs.
         """
         if self._rest is None:
-            self._end_last([y], [self._graphs.place_of(("hidden", self._layer.number + 1), y)])
+            self._end_last([y], [self._graphs.place_of(("hidden", self._last.number + 1), y)])
         elif y is not self._rest:
             raise CannotCaptureError(OTHER_LAYER)
 

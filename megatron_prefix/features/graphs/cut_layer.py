@@ -38,14 +38,14 @@ class Sides(NamedTuple):
 
     Attributes:
         pieces: in the order in which they run, to the end of the layer or to where its experts
-            begin.
+            begin; none if a layer before it has run it as well.
         cores: what runs between them.
-        attends: the number of the layer's payload, if its attention is in its graphs.
+        attends: the numbers of payloads of layers whose attention is in these graphs.
     """
 
-    pieces: Sequence[Piece]
-    cores: Sequence[Core]
-    attends: int | None = None
+    pieces: Sequence[Piece] = ()
+    cores: Sequence[Core] = ()
+    attends: Sequence[int] = ()
 
 
 class Cut(Protocol):
@@ -151,6 +151,11 @@ class CutLayer:
         """Of its scores, if it attends: a number that its graphs have from their capture on."""
         return softmax_scale(self._mixer) if self.attends else 1.0
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether what is behind its graphs runs without."""
+        return self._apart is not None
+
     def modules(self) -> Iterator[nn.Module]:
         """Those that graphs run, the layer itself among them."""
         excluded = set(modules_of(self._apart)) if self._apart is not None else ()
@@ -217,6 +222,9 @@ class CutLayer:
     ) -> Any:
         """What it gives for hidden states; a copy of its own, unless what is in its place `stays`
         there for as long as it is read. `left` is called behind the backward of its first part."""
+        if not sides.pieces:
+            y = hidden if stays else hidden.clone()
+            return y if self._alone else (y, None)
         first, *following = sides.pieces
         created = first(hidden, left=left)
         if following:

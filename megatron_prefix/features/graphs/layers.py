@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ IN_THE_WAY = (
 )  # fmt: skip
 """Options of Megatron with which a layer is not the same launches in every segment of a length."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+CHANGED = "what a layer gives the next was replaced between them: set graph_tokens to 0"
 SEEN_BEFORE = 1
 """A length has graphs after so many segments of it: what is compiled for it is compiled there."""
 
@@ -69,6 +71,8 @@ class LayerGraphs:
         ranks: that share the positions of hidden states (sequence and context parallelism).
         group: tensor-parallel ranks. NCCL wants what one of them launches by a graph to be launched
             so by all, so they agree in a step's first such segment and after a capture.
+        handed: whether each layer is given what the one in front of it gives, and nobody else
+            reads that.
 
     Attributes:
         layers: those with graphs.
@@ -80,7 +84,7 @@ class LayerGraphs:
 
     def __init__(
         self, layers: Iterable[tuple[Any, Sequence[Part]]], running: Running, most: int,
-        ranks: int, group: Any = None,
+        ranks: int, group: Any = None, handed: bool = False,
     ) -> None:  # fmt: skip
         self._current_cut: Cut | None = None
         self.refused, self.captures, self.captured = "", 0, False
@@ -94,6 +98,8 @@ class LayerGraphs:
         self._recomputed: Collection[int] = ()
         self._addresses: tuple[float, ...] = ()
         self._is_new, self._watched, self._said = True, False, False
+        self._handed, self._chained = handed, False
+        self._given: Callable[[], Tensor | None] = _nothing
         self.arenas = PlacedArenas()
 
     def _cut(self, layers: Iterable[tuple[Any, Sequence[Part]]]) -> list[CutLayer]:
@@ -157,12 +163,19 @@ class LayerGraphs:
             sides = chosen.made[chosen.form].get(layer.number) if chosen else None
             if sides is None:
                 return layer.plain(hidden_states, *args, **kwargs)
+            if not sides.pieces and hidden_states is not self._given():
+                self._handed = False
+                raise RuntimeError(CHANGED)
             # A set whose segment runs again is another's before what this one sends has gone.
             stays, left = saves or layer is not self._all[-1], None
-            if sides.attends is not None:
-                self._enter(context, sides.attends)
+            if sides.attends:
+                for number in sides.attends:
+                    self._enter(context, number)
                 left = functools.partial(_leave, context, sides.attends)
-            return layer.replayed(sides, hidden_states, stays=stays, left=left)
+            result = layer.replayed(sides, hidden_states, stays=stays, left=left)
+            given = result if isinstance(result, Tensor) else result[0]
+            self._given = weakref.ref(given)
+            return result
 
         return forward
 
@@ -195,7 +208,11 @@ class LayerGraphs:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
         self._is_new = False
         moved = bool(self._addresses) and self._addresses != self._current_addresses()
-        moved, self._watched = map(bool, self._most_of_ranks(moved, self._is_watched()))
+        seen = self._has_hooks(layer.module for layer in self.layers)
+        moved, self._watched, seen = map(
+            bool, self._most_of_ranks(moved, self._is_watched(), seen or not self._handed)
+        )
+        self._chained = not seen
         if moved:
             logger.info("weights or gradients have moved: CUDA graphs are captured again")
             self._free.clear()
@@ -216,15 +233,18 @@ class LayerGraphs:
 
     def _is_watched(self) -> bool:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
-        which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own. Ours are
-        around cores (run/read/random_numbers.py), which no graph has."""
-        inside = (
-            vars(module)
+        which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own."""
+        return self._has_hooks(
+            module
             for layer in self.layers
             for module in layer.modules()
             if module is not layer.module  # its own are called around its forward
         )
-        hooks = (hook for fields in inside for name in _HOOKS for hook in fields[name].values())
+
+    def _has_hooks(self, modules: Iterable[Any]) -> bool:
+        """Of others: ours are around cores (run/read/random_numbers.py), which no graph has."""
+        fields = map(vars, modules)
+        hooks = (hook for owned in fields for name in _HOOKS for hook in owned[name].values())
         return any(package(hook) != "megatron_prefix" for hook in hooks)
 
     def release(self, segment: int) -> None:
@@ -303,7 +323,8 @@ class LayerGraphs:
             uses = attention is not None and (attention.inner or attention.levels)
             if uses and len(arenas.values) < len(arenas.layers):  # nothing was written yet
                 attention = None
-        return GraphForm(len(hidden), self._running.mlp_tap is not None, attention)
+        taps_mlps = self._running.mlp_tap is not None
+        return GraphForm(len(hidden), taps_mlps, attention, self._chained)
 
     def _fitting(self, form: GraphForm) -> SegmentGraphs:
         """A set that nobody has, for segments about as long: one with graphs of a form, else one
@@ -360,8 +381,13 @@ class LayerGraphs:
         logger.warning("layers%s run without CUDA graphs: %s", of, why)
 
 
-def _leave(context: SegmentContext, layer: int) -> None:
-    """Behind the backward of a layer's attention."""
-    if context.inner:
-        context.cache.consume(layer, context.index)
-    context.leave(layer, backward=True)
+def _nothing() -> None:
+    return None
+
+
+def _leave(context: SegmentContext, layers: Sequence[int]) -> None:
+    """Behind the backward of layers whose attention is in graphs."""
+    for layer in reversed(layers):
+        if context.inner:
+            context.cache.consume(layer, context.index)
+        context.leave(layer, backward=True)

@@ -122,7 +122,10 @@ class Graphs(StepPart):
         # Layers inside multi-token prediction have slots, too, and come last.
         filled = zip(layers, hooks.slots, strict=False)
         ranks = self.rank.model.sequence_ranks * self.rank.config.context_parallel_size
-        graphs = LayerGraphs(filled, hooks, self.even, ranks, hooks.model.pg_collection.tp)
+        # Others' may add to what layers give each other, as some vision-language models' do.
+        handed = type(hooks.model.decoder).forward.__module__.startswith("megatron.core.")
+        group = hooks.model.pg_collection.tp
+        graphs = LayerGraphs(filled, hooks, self.even, ranks, group, handed)
         hooks.keep(Graphs, graphs, graphs.overrides())
         return graphs
 

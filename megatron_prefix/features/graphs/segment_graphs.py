@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +40,13 @@ class GraphForm(NamedTuple):
         positions: on this rank.
         taps_mlps: whether MLPs run otherwise than by their forward (`Running.mlp_tap`).
         attention: of attention inside of graphs; None: they are cut at it.
+        chained: whether consecutive whole layers are one launch.
     """
 
     positions: int
     taps_mlps: bool = False
     attention: AttentionForm | None = None
+    chained: bool = False
 
 
 class SegmentGraphs:
@@ -125,15 +127,32 @@ class SegmentGraphs:
                 for layer in self.layers:
                     self._rehearse(layer, hidden, arguments)
                 cuda.settle()
-                created = [self._forward(layer, hidden, arguments) for layer in self.layers]
-                for layer, sides in reversed([*zip(self.layers, created, strict=True)]):
-                    self._backward(layer, sides)
+                chains = [*self._chains()]
+                created = [self._forward(layers, hidden, arguments) for layers in chains]
+                for layers, sides in reversed([*zip(chains, created, strict=True)]):
+                    self._backward(layers[0], sides)
             finally:
                 self._rotary.placed = self._owner.cut = None
                 self._owners = {}
         self._kept += _shared_buffers()
-        numbers = (layer.number for layer in self.layers)
-        self.made[form] = dict(zip(numbers, created, strict=True))
+        self.made[form] = {layer.number: Sides() for layer in self.layers}
+        self.made[form] |= {
+            first.number: sides for (first, *_), sides in zip(chains, created, strict=True)
+        }
+
+    def _chains(self) -> Iterator[list[CutLayer]]:
+        """The layers, those that are one launch together."""
+        chain: list[CutLayer] = []
+        for layer in self.layers:
+            both = chain and self._is_whole(chain[-1]) and self._is_whole(layer)
+            if not (both and layer.follows and self.form.chained) and chain:
+                yield chain
+                chain = []
+            chain.append(layer)
+        yield chain
+
+    def _is_whole(self, layer: CutLayer) -> bool:
+        return not layer.has_experts and (self.has_inside(layer) or not layer.mixes)
 
     def _blank(self, device: torch.device) -> PlacedContext | None:
         """A segment of the form, as attention sees it while it is captured."""
@@ -207,20 +226,24 @@ class SegmentGraphs:
         zeros = [torch.zeros_like(output) for output in outputs]
         torch.autograd.grad(outputs, [x, *leaves], zeros, allow_unused=True)
 
-    def _forward(self, layer: CutLayer, hidden: Tensor, arguments: Mapping[str, Any]) -> Sides:
-        """Captures a layer's forward, in pieces."""
-        x = self.place(("hidden", layer.number), hidden).requires_grad_()
-        capture = GraphCapture(self, layer, x)
-        self.at, self._owner.cut = layer, capture
+    def _forward(
+        self, layers: Sequence[CutLayer], hidden: Tensor, arguments: Mapping[str, Any]
+    ) -> Sides:
+        """Captures the forward of a layer, in pieces, or of a chain, in one."""
+        y = x = self.place(("hidden", layers[0].number), hidden).requires_grad_()
+        attends, capture = list[int](), GraphCapture(self, layers, x)
+        self._owner.cut = capture
         capture.begin()
         try:
-            capture.end(layer.captured(x, arguments))
+            for layer in layers:
+                self.at = layer
+                y = layer.captured(y, arguments)
+                if self._context is not None and layer.attends:
+                    attends.append(self._context.layer)
+            capture.end(y)
         except BaseException:
             capture.abandon()
             raise
-        attends = None
-        if self._context is not None and layer.attends:
-            attends = self._context.layer
         return Sides(capture.pieces, capture.cores, attends)
 
     def uses(self, piece: Piece, usage: Used) -> None:
