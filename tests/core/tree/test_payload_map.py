@@ -40,12 +40,13 @@ def seen_keys(levels, num, arena):
 
 
 def check_segment(segments, index, found, arena, parts):
-    """Every query sees the rows of its span's ancestors, root first, and nothing else."""
+    """Every query sees the rows of its span's ancestors, root first, and nothing else; padding what
+    is before it sees."""
     spans = segments[index].spans
     seen = iter(seen_keys(found.levels[index], segments[index].padded_length // parts, arena))
-    read = set()
+    read, above = set(), ()
     for number, span in enumerate(spans):
-        above = ancestors(segments, Place(index, number))
+        above = ancestors(segments, Place(index, number)) if span.rollouts else above
         wanted = [key for place in above for key in keys_of(segments, place, parts)]
         assert all(next(seen) == wanted for _ in range(span.padded // parts))
         read.update(place.segment for place in above)
@@ -92,6 +93,18 @@ def test_context_parallel_ranks_hold_equal_parts(parts, sets, options):
     rows = sum(segment.padded_length for segment in segments if segment.inner) // parts
     # Of a line only the longest end has its rows kept free, and it may come to lie elsewhere.
     assert rows <= found.positions.length <= 2 * rows
+
+
+def test_a_padded_prompt_is_one_block_of_keys():
+    """In chunks, of which the last has the padding."""
+    rollouts, groups = flat_rollouts(prefix=45, suffix=11, num=3, num_groups=1)
+    options = TreeOptions(min_gain=0, chunk_tokens=20, segment_tokens=40, even=64)
+    segments = build(rollouts, groups, options).segments
+    assert [[span.padded for span in segment.spans] for segment in segments] == [
+        [14], [16], [15, 1], [11, 11, 12],
+    ]  # fmt: skip
+    found = check_program(segments, [("F", index) for index in range(len(segments))])
+    assert [len(levels) for levels in found.levels] == [0, 1, 1, 1]
 
 
 def chained(chunk_tokens=4, num_groups=2):

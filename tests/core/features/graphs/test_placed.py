@@ -19,6 +19,7 @@ from megatron_prefix.features.graphs.placed import (
 )
 from megatron_prefix.features.graphs.placed_runs import PlacedKernel, PlacedRuns
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
+from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS
@@ -168,7 +169,51 @@ def test_attention_is_inside_of_graphs(chunks):
         forms = {form.attention for one in sets for form in one.made}
         assert {form is not None and form.inner for form in forms} == {True, False}
         sides = [side for one in sets for form in one.made for side in one.made[form].values()]
-        assert any(not side.cores and side.attends is not None for side in sides)
+        assert any(side.attends and not side.cores for side in sides)
+
+
+def _passed_on(monkeypatch, model, module):
+    """Its block is of another module, and doubles what the first layer gives the second."""
+    block = unwrap(model).decoder
+    base, stock = type(block), type(block.layers[1]).__call__
+
+    def call(layer, *args, hidden_states, **named):
+        hidden = hidden_states * 2 if layer is block.layers[1] else hidden_states
+        return stock(layer, *args, hidden_states=hidden, **named)
+
+    own = type("Block", (base,), {"forward": lambda *args, **named: base.forward(*args, **named)})
+    own.forward.__module__ = module
+    monkeypatch.setattr(type(block.layers[1]), "__call__", call)
+    block.__class__ = own
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+@pytest.mark.parametrize("what, launches", [("nothing", 1), ("hook", 2), ("block", 2)])
+def test_whole_layers_are_one_launch(what, launches, monkeypatch):
+    """Unless somebody looks at, or changes, what they give each other."""
+    with one_rank():
+        model, twin = small_model(spec={"num_layers": 3}), small_model(spec={"num_layers": 3})
+        for either in (model, twin):
+            first = unwrap(either).decoder.layers[0]
+            if what == "hook":
+                first.register_forward_hook(lambda *given: (given[-1][0] * 2, None))
+            elif what == "block":
+                _passed_on(monkeypatch, either, "trainer.models")
+        ours, others = steps(model, config(), 3), without(twin, config(), 3)
+        for trace, expected in zip(ours, others, strict=True):
+            same(trace, expected)
+        forms = [form for sets in made(model).sets for form in sets.made.values()]
+        pieces = [[side for side in form.values() if side.pieces] for form in forms]
+        assert forms and {*map(len, pieces)} == {launches}
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_what_changes_between_chained_layers_is_an_error(monkeypatch):
+    with one_rank():
+        model = small_model(spec={"num_layers": 3})
+        _passed_on(monkeypatch, model, "megatron.core.block")
+        with pytest.raises(RuntimeError, match="replaced between them"):
+            steps(model, config(), 3)
 
 
 @pytest.mark.usefixtures("recorded_graphs")
