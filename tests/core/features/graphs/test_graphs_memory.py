@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from megatron_prefix.features.graphs import cuda
+from megatron_prefix.features.graphs.choice import size_of_set
 from megatron_prefix.features.graphs.pieces import Piece
 from megatron_prefix.features.graphs.placed import SPARE
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.features.host.segment import addresses
+from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.verify import align
+from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.features.graphs.test_graphs import config, made, steps
 from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import one_rank, small_model
@@ -129,6 +133,18 @@ def test_pieces_of_the_longest_segment_copy_one_thing(name, monkeypatch):
     steps(small_model(name, spec={"num_layers": LAYERS}), config())
     assert max(num for is_first, num in copies if is_first) == 1
     assert all(num > 1 for is_first, num in copies if not is_first)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_sets_that_a_step_does_not_use_are_dropped():
+    model, schedule = small_model(), PrefixSchedule(config())
+    sizes = []
+    for prompt, answer in [(40, 9), (10, 4)]:
+        for seed in range(3):
+            groups = list(generate(2, prompt, answer, 4, vocab_size=64, seed=seed))
+            align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
+        sizes.append({size_of_set(sets.most, 48) for sets in made(model).sets})
+    assert sizes == [{0, 1}, {0}]
 
 
 def test_captures_have_one_stream(monkeypatch):
