@@ -188,7 +188,7 @@ def _passed_on(monkeypatch, model, module):
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-@pytest.mark.parametrize("what, launches", [("nothing", 1), ("hook", 2), ("block", 2)])
+@pytest.mark.parametrize(("what", "launches"), [("nothing", 1), ("hook", 2), ("block", 2)])
 def test_whole_layers_are_one_launch(what, launches, monkeypatch):
     """Unless somebody looks at, or changes, what they give each other."""
     with one_rank():
