@@ -56,8 +56,8 @@ class Graphs(StepPart):
         warning says once why."""
         if not (tokens := self.choice.tokens):
             return 0
-        if self.config.mode == "on" and counts_bytes(self.rank.device) and not self.kept.get(_RAN):
-            return 0  # what segments keep without graphs is measured once
+        if counts_bytes(self.rank.device) and not self.kept.get(_RAN):
+            return 0  # what segments keep without graphs is measured once, or no limit is known
         collectives = self.rank.config.tensor_model_parallel_size > 1
         why = why_not(*self._layers) or cuda.why_not(self.rank.device, collectives=collectives)
         if why:

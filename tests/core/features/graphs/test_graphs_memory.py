@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from megatron_prefix.features.graphs import cuda
+from megatron_prefix.features.graphs import cuda, part
 from megatron_prefix.features.graphs.choice import size_of_set
 from megatron_prefix.features.graphs.pieces import Piece
 from megatron_prefix.features.graphs.placed import SPARE
@@ -145,6 +145,20 @@ def test_sets_that_a_step_does_not_use_are_dropped():
             align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
         sizes.append({size_of_set(sets.most, 48) for sets in made(model).sets})
     assert sizes == [{0, 1}, {0}]
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_a_first_step_has_no_graphs_where_bytes_are_counted(mode, monkeypatch, recorded_graphs):
+    """Nothing would be known of memory: a step with graphs is not measured."""
+    given = config(mode=mode, min_speedup=0.01)
+    model, schedule, replayed = small_model(), PrefixSchedule(given), []
+    monkeypatch.setattr(part, "counts_bytes", lambda device: True)
+    for seed in range(3):
+        groups = list(generate(2, 40, 9, 4, vocab_size=64, seed=0))
+        before = recorded_graphs.replays
+        align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
+        replayed.append(recorded_graphs.replays > before)
+    assert replayed == [False, True, True]
 
 
 def test_captures_have_one_stream(monkeypatch):
