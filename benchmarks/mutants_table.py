@@ -111,6 +111,7 @@ _ACROSS = (
 _G = "tests/core/features/graphs/test_graphs.py"
 _G_HYBRID = "tests/core/features/graphs/test_graphs_hybrid.py"
 _G_MEMORY = "tests/core/features/graphs/test_graphs_memory.py"
+_G_PLACED = "tests/core/features/graphs/test_placed.py"
 _G_RANKS = "tests/core/features/graphs/test_graphs_ranks.py"
 _CHOICE = "tests/core/features/graphs/test_graph_choice.py"
 _G_ROWS = "tests/test_cases_with_graphs.py"
@@ -234,9 +235,30 @@ _GRAPHS = (
     _graphs(
         "form-without-its-policy",
         "features/graphs/layers.py",
-        "        return GraphForm(len(hidden), self._running.mlp_tap is not None, attention)",
-        "        return GraphForm(len(hidden), False, attention)",
+        "        taps_mlps = self._running.mlp_tap is not None",
+        "        taps_mlps = False",
         f"{_G}\n{_G_MEMORY}",
+    ),
+    _graphs(
+        "chained-past-hooks",
+        "features/graphs/layers.py",
+        "        self._chained = not seen",
+        "        self._chained = True",
+        _G_PLACED,
+    ),
+    _graphs(
+        "one-payload-of-a-chain",
+        "features/graphs/layers.py",
+        "                for number in sides.attends:",
+        "                for number in sides.attends[:1]:",
+        _G_PLACED,
+    ),
+    _graphs(
+        "unused-sets-stay",
+        "features/graphs/layers.py",
+        "        self._used.add(chosen)",
+        "        pass",
+        _G_MEMORY,
     ),
     _graphs(
         "sent-states-stay-in-their-place",
