@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from megatron_prefix.sidecar.row_exchange import RowExchange
 
 logger = logging.getLogger(__name__)
-_CHOICE, _RAN, _ARENAS = "choice", "ran", "arenas"
+_CHOICE, _RAN, _ARENAS, _CAPTURED = "choice", "ran", "arenas", "captured"
+MOST_CAPTURED = 4
+"""Timed steps in which graphs are captured and which are left out for that: where all steps have
+some, it is part of what they take."""
 
 
 class Graphs(StepPart):
@@ -154,7 +157,7 @@ class Graphs(StepPart):
         of a step that shared while graphs are tried count only if they stay."""
         before = self.choice
         if not before.is_open:
-            return True
+            return not before.tokens or self._is_typical(step)
         observed = self._seen(step)
         for group in step.groups:
             observed = SeenSegments.most(all_say(observed, group))
@@ -163,6 +166,15 @@ class Graphs(StepPart):
             logger.info("graph_tokens is %d from the next step on", self.choice.tokens)
         stay = self.choice.tokens > 0 and not self.choice.is_open
         return stay or not (before.tokens and observed.shared)
+
+    def _is_typical(self, step: TimedStep) -> bool:
+        """Whether a step's time counts, where graphs are used in any case."""
+        captured = any(graphs.captured for graphs in self._graphs)
+        for group in step.groups:
+            captured = any(all_say(captured, group))
+        number = self.kept.get(_CAPTURED, 0)
+        self.kept[_CAPTURED] = number + captured
+        return not captured or number >= MOST_CAPTURED
 
     def _seen(self, step: TimedStep) -> SeenSegments:
         report, waits = step.report, 0

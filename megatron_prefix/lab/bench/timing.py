@@ -240,7 +240,7 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
         speedup=speedup,
         median_speedup=medians[0] / medians[1],
         bound=bound,
-        plan_bound=total.stock_flops / total.plan_flops,
+        plan_bound=total.stock_flops / total.plan_flops if total.plan_flops else 1.0,
         of_bound=speedup / bound,
         tflops=rate / 1e12,
         mfu=rate / peak if (peak := peak_flops(setting.dtype)) else None,

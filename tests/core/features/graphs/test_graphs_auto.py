@@ -1,11 +1,12 @@
 """Mode "auto" decides on CUDA graphs by what it measures; here launches are emulated."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.graphs import choice
+from megatron_prefix.features.graphs import choice, part
 from megatron_prefix.features.measure import cost_meter
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.verify import align
@@ -42,6 +43,28 @@ def test_tried_after_first_steps_and_kept_if_they_pay(pays, kept, monkeypatch, r
     # On the CPU the device waits for the host in all actions; the longest have 24 positions.
     assert lengths == [0] * 4 + [32] * 4 + [32 if kept else 0] * 3
     assert not any(replayed[:5]) and replayed[8] and replayed[10] == kept
+
+
+@pytest.mark.parametrize("most", [9, 0])
+def test_a_capture_is_no_time_of_a_step(most, monkeypatch, recorded_graphs):
+    """Unless many steps have one."""
+    monkeypatch.setattr(cost_meter, "EVERY", 1)
+    seen, stock = [], part.Graphs.timed
+
+    def timed(graphs, step):
+        captured = any(chunk.captured for chunk in graphs._graphs)
+        seen.append((captured, stock(graphs, step)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(part.Graphs, "timed", timed)
+    monkeypatch.setattr(part, "MOST_CAPTURED", most)
+    model = small_model(spec={"num_layers": 3})
+    schedule = PrefixSchedule(replace(CONFIG, graph_tokens=32))
+    for prompt in (24, 24, 24, 24, 14, 14, 14, 14):
+        items = align.microbatches([*generate(2, prompt, 9, 4, vocab_size=64, seed=0)], 0)
+        align.run_step(schedule, [model], items, optimize=False)
+    assert {captured for captured, _ in seen} == {True, False}
+    assert all(typical == (most == 0 or not captured) for captured, typical in seen)
 
 
 def test_steps_go_on_where_graphs_cannot_be_imported(monkeypatch, caplog):
