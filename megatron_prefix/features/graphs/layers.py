@@ -311,7 +311,8 @@ class LayerGraphs:
         if self._seen[length] <= SEEN_BEFORE:
             return
         form = self._form(context, hidden)
-        chosen = self._fitting(form)
+        passes = not context.inner or context.index in self._recomputed
+        chosen = self._fitting(form, passes=passes)
         provided = {ROTARY: self._running.angles}  # Mamba2, which may be the first, is given none
         if form not in chosen.made and not self._captured(chosen, form, hidden, provided):
             return
@@ -332,19 +333,21 @@ class LayerGraphs:
         taps_mlps = self._running.mlp_tap is not None
         return GraphForm(len(hidden), taps_mlps, attention, self._chained)
 
-    def _fitting(self, form: GraphForm) -> SegmentGraphs:
-        """A set that nobody has, for segments about as long: one with graphs of a form, else one
-        with room for them, else a new one in the place of a smaller one."""
-        size = self._size(form.positions)
-        alike = [graphs for graphs in self._free if self._size(graphs.most) == size]
+    def _fitting(self, form: GraphForm, *, passes: bool) -> SegmentGraphs:
+        """A set that nobody has: one with graphs of a form, else one with room for them, else a new
+        one in the place of a smaller one. Segments that soon give it back (`passes`), of all
+        lengths, share the longest of theirs; others have one for segments about as long."""
+        sizes = {g: self._size(g.most) for g in self._free if g.passes == passes}
+        size = min(sizes.values(), default=0) if passes else self._size(form.positions)
+        alike = [graphs for graphs in sizes if sizes[graphs] == size]
         fits = [graphs for graphs in alike if form.positions <= graphs.most]
         if alike:
             chosen = max(fits or alike, key=lambda graphs: form in graphs.made)
             self._free.remove(chosen)
         if fits:
             return chosen
-        rotary = self._running.rotary
-        return SegmentGraphs(self.layers, form.positions, self, rotary, self.arenas)
+        rotary, arenas = self._running.rotary, self.arenas
+        return SegmentGraphs(self.layers, form.positions, self, rotary, arenas, passes=passes)
 
     def _size(self, positions: int) -> int:
         """See `size_of_set`, of positions on this rank."""

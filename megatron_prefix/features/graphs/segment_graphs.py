@@ -56,9 +56,10 @@ class SegmentGraphs:
         layers: the layers.
         owner: what its `cut` is layers call while they are captured.
         rotary: tables of rotary embeddings that layers ask for.
+        passes: whether they are for segments that soon give them back: waves, and what runs again.
 
     Attributes:
-        layers: as given.
+        layers, passes: as given.
         pool: of its graphs.
         most: positions of the first segment on this rank; longer ones have no place.
         made: the graphs of every layer by its number, by a segment's form.
@@ -73,13 +74,15 @@ class SegmentGraphs:
         owner: Cuts,
         rotary: Rotary,
         arenas: PlacedArenas,
+        *,
+        passes: bool = False,
     ) -> None:
         self.layers, self._owner, self._rotary = layers, owner, rotary
         self._arenas, self.form = arenas, GraphForm(most)
         self._sheets: dict[AttentionForm, Sheet] = {}
         self._context: PlacedContext | None = None
         self.at: CutLayer | None = None
-        self.most, self._length = most, most
+        self.most, self._length, self.passes = most, most, passes
         self.pool = cuda.pool()
         self._places: dict[Any, Tensor] = {}
         self._tables: set[int] = set()

@@ -147,6 +147,21 @@ def test_sets_that_a_step_does_not_use_are_dropped():
     assert sizes == [{0, 1}, {0}]
 
 
+@pytest.mark.usefixtures("recorded_graphs")
+def test_waves_of_all_lengths_share_a_set():
+    """One of them is there at a time, and so much is planned for."""
+    model, schedule = small_model(), PrefixSchedule(config(segment_tokens=24, graph_tokens=64))
+    groups = [*generate(1, 24, 20, 4, vocab_size=64), *generate(1, 24, 6, 2, vocab_size=64, seed=1)]
+    for seed in range(4):
+        align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
+    sets = [[form.positions for form in graphs.made] for graphs in made(model).sets]
+    waves = [
+        {form.positions for form in graphs.made if not form.attention.inner}
+        for graphs in made(model).sets
+    ]
+    assert max(map(len, waves)) > 1 and sum(map(bool, waves)) == 1, sets
+
+
 @pytest.mark.parametrize("mode", ["on", "auto"])
 def test_a_first_step_has_no_graphs_where_bytes_are_counted(mode, monkeypatch, recorded_graphs):
     """Nothing would be known of memory: a step with graphs is not measured."""
