@@ -18,6 +18,7 @@ from torch.utils import (
 
 from megatron_prefix.errors import named, refused
 from megatron_prefix.refusals.table import OTHER_DRAWS
+from megatron_prefix.run.read.random_numbers import HostGenerators
 
 
 def wrapped(data_iterator: Any, wrap: Callable[[Any], Any]) -> Any:
@@ -115,6 +116,7 @@ class RepeatedIterators:
 class _Item(NamedTuple):
     value: Any
     versions: list[tuple[Tensor, int]]
+    moves: list[Callable[[], None]]
 
 
 class _Items:
@@ -123,7 +125,7 @@ class _Items:
     def __init__(self, iterator: Iterator[Any], owner: RepeatedIterators) -> None:
         self._iterator, self._owner = iterator, owner
         self._items: deque[_Item] = deque()
-        self._is_rewound = False
+        self._is_rewound, self._generators = False, HostGenerators()
 
     @property
     def first(self) -> _Items:
@@ -136,12 +138,19 @@ class _Items:
 
     def __next__(self) -> Any:
         if self._is_rewound:
-            return self._items.popleft().value if self._items else next(self._iterator)
+            return self._drawn() if self._items else next(self._iterator)
         item = next(self._iterator)
         # A forward step may take things out of a dict that it draws.
         value = copy.copy(item) if isinstance(item, dict | list) else item
-        self._items.append(_Item(value, _tensor_versions(item)))
+        self._items.append(_Item(value, _tensor_versions(item), self._generators.moved()))
         return self._owner.copied(item)
+
+    def _drawn(self) -> Any:
+        """What was drawn; random numbers of the host are as they were behind it."""
+        item = self._items.popleft()
+        for move in item.moves:
+            move()
+        return item.value
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._iterator, name)

@@ -151,6 +151,33 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+class HostGenerators:
+    """The global generators of the host, from which a data iterator may draw.
+
+    A step that is made twice draws from iterators once. So that the second time leaves the
+    generators as drawing would, their states after each draw are kept.
+    """
+
+    def __init__(self) -> None:
+        self._last = self._now()
+
+    def moved(self) -> list[Callable[[], None]]:
+        """What sets those that have moved since this was asked to where they are now."""
+        before, self._last = self._last, self._now()
+        setters: tuple[Callable[..., None], ...] = (
+            torch.set_rng_state, random.setstate, np.random.set_state,
+        )  # fmt: skip
+        states = zip(setters, before, self._last, strict=True)
+        return [functools.partial(put, new) for put, (old, _), (mark, new) in states if old != mark]
+
+    def _now(self) -> list[tuple[Any, Any]]:
+        """What tells the state of each, and the state."""
+        of_torch, of_python = torch.get_rng_state(), random.getstate()
+        of_numpy: Any = np.random.get_state()
+        mark = of_numpy[1].tobytes(), of_numpy[2:]
+        return [(of_torch.numpy().tobytes(), of_torch), (of_python, of_python), (mark, of_numpy)]
+
+
 def saved_generators(device: torch.device) -> Callable[[], None]:
     """Sets the generators that a step may draw from back to where they are now."""
     states: list[Callable[[], Any]] = [

@@ -4,12 +4,14 @@ import contextlib
 import contextvars
 import functools
 import os
+import random
 import sys
 from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
@@ -24,6 +26,7 @@ from megatron_prefix.run.read import forward_step_state, suspend
 from megatron_prefix.run.read.data_iterators import RepeatedIterators
 from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.run.read.loss_variables import LossVariables
+from megatron_prefix.run.read.random_numbers import saved_generators
 from megatron_prefix.run.read.suspend import SuspendedStep
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
@@ -246,6 +249,26 @@ def test_the_same_is_drawn_again_and_then_the_rest(copies):
     again, _ = iterators.again()
     assert drawn(again, 9) == [[0, 0], [1, 1], [2, 2], [3, 3]]
     assert not iterators.problem
+
+
+def rolled():
+    """Batches of numbers from all generators of the host."""
+    while True:
+        number = torch.rand(1).item() + np.random.rand() + random.random()
+        yield {"tokens": torch.tensor([number], dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_random_numbers_of_batches_go_on_behind_a_second_time(copies):
+    """Else the next step draws what this one has drawn."""
+    put_back = saved_generators(torch.device("cpu"))
+    expected = drawn(rolled(), 4)
+    put_back()
+    iterators = RepeatedIterators(rolled(), copies=copies)
+    assert drawn(iterators.first, 2) == expected[:2]
+    put_back()
+    assert drawn(iterators.again(), 2) == expected[:2]
+    assert drawn(rolled(), 2) == expected[2:]
 
 
 def test_a_batch_that_loses_items_has_them_again():
