@@ -95,12 +95,12 @@ class LayerGraphs:
         self._seen: Counter[int] = Counter()
         self._free: list[SegmentGraphs] = []
         self._taken: dict[int, SegmentGraphs] = {}
-        self._used = set[SegmentGraphs]()
+        self._used = weakref.WeakSet[SegmentGraphs]()
         self._recomputed: Collection[int] = ()
         self._addresses: tuple[float, ...] = ()
         self._is_new, self._watched, self._said = True, False, False
-        self._handed, self._chained = handed, False
-        self._given: Callable[[], Tensor | None] = _nothing
+        self._handed = handed
+        self._given = (0, 0)
         self.arenas = PlacedArenas()
 
     def _cut(self, layers: Iterable[tuple[Any, Sequence[Part]]]) -> list[CutLayer]:
@@ -164,7 +164,7 @@ class LayerGraphs:
             sides = chosen.made[chosen.form].get(layer.number) if chosen else None
             if sides is None:
                 return layer.plain(hidden_states, *args, **kwargs)
-            if not sides.pieces and hidden_states is not self._given():
+            if not sides.pieces and self._given != _identity(hidden_states):
                 self._handed = False
                 raise RuntimeError(CHANGED)
             # A set whose segment runs again is another's before what this one sends has gone.
@@ -175,7 +175,7 @@ class LayerGraphs:
                 left = functools.partial(_leave, context, sides.attends)
             result = layer.replayed(sides, hidden_states, stays=stays, left=left)
             given = result if isinstance(result, Tensor) else result[0]
-            self._given = weakref.ref(given)
+            self._given = _identity(given)
             return result
 
         return forward
@@ -209,11 +209,7 @@ class LayerGraphs:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
         self._is_new = False
         moved = bool(self._addresses) and self._addresses != self._current_addresses()
-        seen = self._has_hooks(layer.module for layer in self.layers)
-        moved, self._watched, seen = map(
-            bool, self._most_of_ranks(moved, self._is_watched(), seen or not self._handed)
-        )
-        self._chained = not seen
+        moved, self._watched = map(bool, self._most_of_ranks(moved, self._is_watched()))
         if moved:
             logger.info("weights or gradients have moved: CUDA graphs are captured again")
             self._free.clear()
@@ -234,19 +230,15 @@ class LayerGraphs:
 
     def _is_watched(self) -> bool:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
-        which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own."""
-        return self._has_hooks(
+        which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own. Ours are
+        around cores (run/read/random_numbers.py), which no graph has."""
+        inside = (
             module
             for layer in self.layers
             for module in layer.modules()
             if module is not layer.module  # its own are called around its forward
         )
-
-    def _has_hooks(self, modules: Iterable[Any]) -> bool:
-        """Of others: ours are around cores (run/read/random_numbers.py), which no graph has."""
-        fields = map(vars, modules)
-        hooks = (hook for owned in fields for name in _HOOKS for hook in owned[name].values())
-        return any(package(hook) != "megatron_prefix" for hook in hooks)
+        return any(package(hook) != "megatron_prefix" for hook in _hooks(inside))
 
     def release(self, segment: int) -> None:
         """After a segment's backward, and after the forward of one that runs again before it."""
@@ -331,7 +323,9 @@ class LayerGraphs:
             if uses and len(arenas.values) < len(arenas.layers):  # nothing was written yet
                 attention = None
         taps_mlps = self._running.mlp_tap is not None
-        return GraphForm(len(hidden), taps_mlps, attention, self._chained)
+        # Hooks may come and go within a step: reductions watch the last backward's layers.
+        watched = any(_hooks(layer.module for layer in self.layers))
+        return GraphForm(len(hidden), taps_mlps, attention, self._handed and not watched)
 
     def _fitting(self, form: GraphForm, *, passes: bool) -> SegmentGraphs:
         """A set that nobody has: one with graphs of a form, else one with room for them, else a new
@@ -390,8 +384,14 @@ class LayerGraphs:
         logger.warning("layers%s run without CUDA graphs: %s", of, why)
 
 
-def _nothing() -> None:
-    return None
+def _hooks(modules: Iterable[Any]) -> Iterator[Any]:
+    fields = map(vars, modules)
+    return (hook for owned in fields for name in _HOOKS for hook in owned[name].values())
+
+
+def _identity(hidden: Tensor) -> tuple[int, int]:
+    """Differs where a tensor is another one, or has been written to; the last is there as yet."""
+    return id(hidden), hidden._version
 
 
 def _leave(context: SegmentContext, layers: Sequence[int]) -> None:

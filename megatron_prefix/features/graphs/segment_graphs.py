@@ -195,12 +195,13 @@ class SegmentGraphs:
         return place
 
     def place(self, name: Any, like: Tensor, *, shape: Sequence[int] | None = None) -> Tensor:
-        """The place of what has a name, with the shape of `like` or another; the first is the
-        longest segment's, and others have the beginning of it."""
+        """The place of what has a name, with the shape of `like` or another: the beginning of that
+        of the longest segment."""
         key, shape = (name, like.dtype), like.shape if shape is None else shape
         size = math.prod(shape)
         if key not in self._places:
-            self._places[key] = like.new_empty(size, requires_grad=False)
+            longest = -(-size // self._length) * self.most
+            self._places[key] = like.new_empty(longest, requires_grad=False)
         return self._places[key][:size].view(*shape).detach()
 
     def place_of(self, name: Any, computed: Tensor) -> Tensor:
@@ -208,7 +209,8 @@ class SegmentGraphs:
         longest segment's pieces copy nothing there."""
         key, storage = (name, computed.dtype), computed.untyped_storage()
         owns_storage = computed.is_contiguous() and storage.nbytes() == computed.nbytes
-        if key not in self._places and owns_storage:
+        is_longest = self._length == self.most
+        if key not in self._places and owns_storage and is_longest:
             self._places[key] = computed.detach().view(-1)
         return self.place(name, computed)
 

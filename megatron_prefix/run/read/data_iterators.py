@@ -139,6 +139,7 @@ class _Items:
     def __next__(self) -> Any:
         if self._is_rewound:
             return self._drawn() if self._items else next(self._iterator)
+        self._generators.moved()  # what the forward step has drawn is not the iterator's
         item = next(self._iterator)
         # A forward step may take things out of a dict that it draws.
         value = copy.copy(item) if isinstance(item, dict | list) else item

@@ -121,7 +121,8 @@ def test_every_trainer_has_its_page(trainer):
     """A recipe that verifies first, the line that follows, and what helps scattered groups."""
     page = PAGES / f"{trainer.name.lower().replace('-', '_')}.md"
     text = page.read_text(encoding="utf-8")
-    assert "MEGATRON_PREFIX_VERIFY=2" in text or "--prefix-verify 2" in text
+    settings = "MEGATRON_PREFIX_VERIFY=2", 'MEGATRON_PREFIX_VERIFY: "2"', "--prefix-verify 2"
+    assert any(setting in text for setting in settings)
     assert re.search(
         rf"^megatron_prefix \S+ in {trainer.name} .*: mode auto, verify 2$", text, re.M
     )

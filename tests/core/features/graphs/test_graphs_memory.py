@@ -162,6 +162,20 @@ def test_waves_of_all_lengths_share_a_set():
     assert max(map(len, waves)) > 1 and sum(map(bool, waves)) == 1, sets
 
 
+@pytest.mark.usefixtures("recorded_graphs")
+def test_places_have_room_for_the_longest_segment():
+    """Also those that a form of another kind needs first, for a shorter segment."""
+    model, schedule = small_model(spec={"num_layers": 3}), PrefixSchedule(config(graph_tokens=64))
+    handle = None
+    for answer in (8, 8, 4, 4, 8, 8):
+        if answer == 4 and handle is None:  # from here on layers are launched one by one
+            first = unwrap(model).decoder.layers[0]
+            handle = first.register_forward_hook(lambda *_: None)
+        groups = list(generate(2, 24, answer, 4, vocab_size=64, seed=0))
+        align.run_step(schedule, [model], align.microbatches(groups, 0), optimize=False)
+    assert len(made(model).layers) == 2
+
+
 @pytest.mark.parametrize("mode", ["on", "auto"])
 def test_a_first_step_has_no_graphs_where_bytes_are_counted(mode, monkeypatch, recorded_graphs):
     """Nothing would be known of memory: a step with graphs is not measured."""

@@ -208,6 +208,36 @@ def test_whole_layers_are_one_launch(what, launches, monkeypatch):
 
 
 @pytest.mark.usefixtures("recorded_graphs")
+def test_a_hook_that_comes_within_a_step_ends_the_chain(monkeypatch):
+    """As the marks of the last backward (features/overlap), which are around one segment."""
+    with one_rank():
+        model, twin = small_model(spec={"num_layers": 3}), small_model(spec={"num_layers": 3})
+        expected = without(twin, config(), 3)
+        taking, second = layers.LayerGraphs._take, unwrap(model).decoder.layers[1]
+        handles, taken = [], []
+
+        def marked(_, args, named):
+            return args, {
+                **named,
+                "hidden_states": named["hidden_states"].view_as(named["hidden_states"]),
+            }
+
+        def take(graphs, context, hidden):
+            while handles:
+                handles.pop().remove()
+            if context.index == 2:
+                handles.append(second.register_forward_pre_hook(marked, with_kwargs=True))
+            taking(graphs, context, hidden)
+            chosen = graphs._taken.get(context.index)
+            taken.append((context.index == 2, chosen is not None and chosen.form.chained))
+
+        monkeypatch.setattr(layers.LayerGraphs, "_take", take)
+        for trace, other in zip(steps(model, config(), 3), expected, strict=True):
+            same(trace, other)
+        assert (False, True) in taken and (True, True) not in taken
+
+
+@pytest.mark.usefixtures("recorded_graphs")
 def test_what_changes_between_chained_layers_is_an_error(monkeypatch):
     with one_rank():
         model = small_model(spec={"num_layers": 3})

@@ -72,7 +72,9 @@ def test_what_is_one_call_s_is_stock_s_to_give():
     (trainer, model), (stock, other) = job("filled"), job("filled")
     for one in (model, other):
         per_call(one)
-    with pytest.raises(CannotShare, match="more into the output_processor_context"):
+    with pytest.raises(
+        CannotShare, match="puts more than weights into the output_processor_context"
+    ):
         run_step(schedule_with(), trainer, [model])
     expected = run_step(stock_schedule(), stock, [other])
     schedule = watching()
@@ -81,4 +83,7 @@ def test_what_is_one_call_s_is_stock_s_to_give():
         assert not schedule.report.decision.share
         for name, gradient in expected[1].items():
             assert torch.equal(found[1][name], gradient), name
-    assert "more into the output_processor_context" in schedule.report.decision.reason
+    assert (
+        "puts more than weights into the output_processor_context"
+        in schedule.report.decision.reason
+    )
