@@ -22,7 +22,7 @@ from megatron_prefix.errors import Reason
 from megatron_prefix.features.mtp.patches import is_verls
 from megatron_prefix.features.mtp.tables import AheadTables, Division, FurtherRows
 from megatron_prefix.layers.kind import Override, owner
-from megatron_prefix.refusals.table import OTHER_AHEAD, OWN_POSTPROCESS
+from megatron_prefix.refusals.table import AHEAD_CUT_OFF, OTHER_AHEAD, OWN_POSTPROCESS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,6 +90,9 @@ def refusals(model: Any) -> Iterator[Reason]:
     for layer in block.layers:
         if not (_is(layer, "forward", _LAYER) and _is(layer, "_get_embeddings", _LAYER)):
             yield OTHER_AHEAD.given(type(layer).__name__)
+        is_detached = is_verls(_in_place(layer, "_get_embeddings"))
+        if is_detached and model.config.recompute_granularity == "full":
+            yield AHEAD_CUT_OFF.given()
 
 
 def _repeats(block: Any) -> bool:
@@ -371,11 +374,11 @@ class LooksAhead:
         config, index = self._model.config, current.index
         factor = config.mtp_loss_scaling_factor / config.mtp_num_layers
         is_detached = self._detaches or self._is_detached
-        predicted, has_loss = hidden.detach() if is_detached else hidden, False
+        predicted = hidden.detach() if is_detached else hidden
         for depth, segment in enumerate(self._step[index]):
             predicted = self._predicted(depth, predicted, current, named)
-            has_loss = bool(segment.labels.numel())
-            if not has_loss:
+            if not segment.labels.numel():  # children may read it, and the next may be detached
+                hidden = _reaching(hidden, predicted)
                 continue
             logits = self._logits(predicted, segment, named)
             losses = self._model.compute_language_model_loss(segment.labels, logits)
@@ -383,8 +386,7 @@ class LooksAhead:
             sums = [(losses * weights[1]).sum(), *self._guesses(logits, segment, named)]
             self._step.note(index, depth, *sums)
             hidden = self._step.attached(segment, hidden, losses, factor)
-        # Children may read the last layer, from which a backward reaches those before it.
-        return hidden if has_loss else _reaching(hidden, predicted)
+        return hidden
 
     def _predicted(self, depth: int, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
         """A layer's output, like the decoder's."""

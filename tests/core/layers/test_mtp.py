@@ -153,6 +153,21 @@ def refused(match, model, contract=None, **options):
         run(schedule_with(), model, contract, items, **options)
 
 
+def test_layers_that_recomputation_cuts_off(monkeypatch):
+    """As verl's with `detach_encoder`: a checkpoint of which no input has a gradient has none."""
+    model = model_of()
+    config = unwrap(model).config
+    [layer] = unwrap(model).mtp.layers
+
+    def method(self, *args, **named):
+        return type(self)._get_embeddings(self, *args, **named)
+
+    method.__module__ = "verl.models.mcore.mtp_patch"
+    layer._get_embeddings = MethodType(method, layer)
+    monkeypatch.setattr(config, "recompute_granularity", "full")
+    refused("detach_encoder and full recomputation", model)
+
+
 def test_what_replaces_megatrons_methods():
     """As verl's and mbridge's patches do."""
     model = model_of()
