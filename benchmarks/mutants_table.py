@@ -242,8 +242,8 @@ _GRAPHS = (
     _graphs(
         "chained-past-hooks",
         "features/graphs/layers.py",
-        "        self._chained = not seen",
-        "        self._chained = True",
+        "        return GraphForm(len(hidden), taps_mlps, attention, self._handed and not watched)",
+        "        return GraphForm(len(hidden), taps_mlps, attention, self._handed)",
         _G_PLACED,
     ),
     _graphs(
