@@ -223,7 +223,7 @@ _GRAPHS = (
     _graphs(
         "hooks-not-seen",
         "features/graphs/layers.py",
-        '        return any(package(hook) != "megatron_prefix" for hook in hooks)',
+        '        return any(package(hook) != "megatron_prefix" for hook in _hooks(inside))',
         "        return False",
     ),
     _graphs(
