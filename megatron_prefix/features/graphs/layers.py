@@ -100,7 +100,7 @@ class LayerGraphs:
         self._addresses: tuple[float, ...] = ()
         self._is_new, self._watched, self._said = True, False, False
         self._handed = handed
-        self._given = (0, 0)
+        self._given: tuple[Callable[[], Tensor | None], int] | None = None
         self.arenas = PlacedArenas()
 
     def _cut(self, layers: Iterable[tuple[Any, Sequence[Part]]]) -> list[CutLayer]:
@@ -164,7 +164,7 @@ class LayerGraphs:
             sides = chosen.made[chosen.form].get(layer.number) if chosen else None
             if sides is None:
                 return layer.plain(hidden_states, *args, **kwargs)
-            if not sides.pieces and self._given != _identity(hidden_states):
+            if not sides.pieces and not self._is_given(hidden_states):
                 self._handed = False
                 raise RuntimeError(CHANGED)
             # A set whose segment runs again is another's before what this one sends has gone.
@@ -175,10 +175,15 @@ class LayerGraphs:
                 left = functools.partial(_leave, context, sides.attends)
             result = layer.replayed(sides, hidden_states, stays=stays, left=left)
             given = result if isinstance(result, Tensor) else result[0]
-            self._given = _identity(given)
+            self._given = weakref.ref(given), given._version
             return result
 
         return forward
+
+    def _is_given(self, hidden: Tensor) -> bool:
+        """Whether it is what the last layer has given, and nobody has written to it."""
+        given, version = self._given or (lambda: None, 0)
+        return given() is hidden and hidden._version == version
 
     def _enter(self, context: SegmentContext, layer: int) -> None:
         """Before graphs read and write the arena of a layer."""
@@ -387,11 +392,6 @@ class LayerGraphs:
 def _hooks(modules: Iterable[Any]) -> Iterator[Any]:
     fields = map(vars, modules)
     return (hook for owned in fields for name in _HOOKS for hook in owned[name].values())
-
-
-def _identity(hidden: Tensor) -> tuple[int, int]:
-    """Differs where a tensor is another one, or has been written to; the last is there as yet."""
-    return id(hidden), hidden._version
 
 
 def _leave(context: SegmentContext, layers: Sequence[int]) -> None:
