@@ -44,10 +44,7 @@ KNOWN: tuple[Known, ...] = (
     Known({"hook": "regulariser"}, SHARED, "activation regularisers inside a layer"),
     Known({"scale": "by_list_item"}, ("on",), "a scale's function reads an item of a global list"),
 )  # fmt: skip
-_WRITTEN = (
-    "Not noticed: what a forward step's helper functions (not its own code) read of what a loss has"
-    " set"
-)
+_WRITTEN = "A helper that a forward step calls reads something that an earlier loss has set."
 _ORDER = (
     "Losses are called in the order of their microbatches, except when a backward needs one sooner"
     " because a microbatch holds rollouts of several prompts."
