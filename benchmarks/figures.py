@@ -13,18 +13,20 @@ A generated part is a comment that says how to make it, the table, and a last co
     <!-- end of figures -->
 
 CELL is filled with the row's fields, its figures and peaks; what a row lacks leaves a cell empty.
-`where FIELD = TEXT` among the columns keeps rows with that value, `no sources` leaves the list of
-commands out. `<!-- figures NAME.table: ... -->` takes the table from benchmarks/results: there each
-line is a row of the table, and a cell reads any row, by its question and its subject, or by
-"model, subject", "layout, subject" or "options, subject": `{packed[rag_musique][speedup]:.1f}`.
-The newest row of each question, subject, model, layout and options counts; older ones stay in
-the files.
+`where FIELD = TEXT` among the columns keeps rows with that value; `no commands` is for tables whose
+text has the command. `<!-- figures NAME.table: ... -->` takes the table from benchmarks/results:
+there each line is a row of the table, and a cell reads any row, by its question and its subject, or
+by "model, subject", "layout, subject" or "options, subject":
+`{packed[rag_musique][speedup]:.1f}`. A cell `{commands}` names the programs that measured the rows
+of its line. The newest row of each question, subject, model, layout and options counts; older ones
+stay in the files.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +42,9 @@ FIELDS = frozenset(
 PART = re.compile(r"(<!-- figures\b(.*?)-->\n)(.*?)(<!-- end of figures -->)", re.S)
 USUAL = {"torch": ("2.11.0+cu130", "2.13"), "megatron_core": ("0.16.1",)}
 """Versions that docs/results.md names at its head; others stand with their rows."""
+
+REBASED = {"2dd6cad4", "39c7dc6", "7b718fa", "c3b01e4"}
+"""Commits that were rebased before they were merged: the history has them under other names."""
 
 Row = Mapping[str, Any]
 
@@ -116,24 +121,46 @@ def of_question(name: str, lines: Sequence[str], rows: Sequence[Row]) -> str:
         raise ValueError(f"no row of {name}")
     heads = [head for head, _, _ in columns]
     cells = [[filled(cell, row) for _, _, cell in columns] for row in chosen]
-    places = {source(row): "" for row in chosen}
-    if "no sources" in lines:
-        return table(heads, cells)
-    if len(places) > 1:  # which command is a row's
-        places = {place: f"{number}: " for number, place in enumerate(places, 1)}
-        heads.append("command, commit")
-        for cell, row in zip(cells, chosen, strict=True):
-            cell.append(f"{places[source(row)][:-2]}, {row['commit']}".removesuffix(", "))
-    commands = (
-        f"- {number}{machine}, {date}{others}: `{command}`\n"
-        for (machine, date, others, command), number in places.items()
-    )
-    return f"{table(heads, cells)}\n{''.join(commands)}"
+    head, last, sources = sources_of(chosen, "no commands" not in lines)
+    if head:
+        heads.append(head)
+        cells = [[*cell, text] for cell, text in zip(cells, last, strict=True)]
+    return f"{table(heads, cells)}\n{sources}"
 
 
-def source(row: Row) -> tuple[str, ...]:
-    """Machine, date, versions that are unusual, and command of a row."""
-    return row["machine"], row["date"], unusual(row["versions"]), row["command"]
+def sources_of(rows: Sequence[Row], commands: bool) -> tuple[str, list[str], str]:
+    """Head and cells of a last column, and below the table the list of what measured the rows: the
+    cells are numbers in it. A commit that all rows of an item share is named there, others are
+    beside the numbers."""
+    places = [source(row, commands) for row in rows]
+    commits: dict[str, dict[str, None]] = defaultdict(dict)
+    for place, row in zip(places, rows, strict=True):
+        commits[place][commit_of(row)] = None
+    numbers = {place: f"{number}" for number, place in enumerate(commits, 1)}
+    is_numbered, has_several = len(numbers) > 1, any(len(some) > 1 for some in commits.values())
+    items = []
+    for place, some in commits.items():
+        where, colon, command = place.partition(": ")
+        number = f"{numbers[place]}: " * is_numbered
+        commit = f", commit {next(iter(some))}" if len(some) == 1 else ""
+        items.append(f"- {number}{where}{commit}{colon}{command}\n")
+    cells = [
+        ", ".join([numbers[place]] * is_numbered + [commit_of(row)] * (len(commits[place]) > 1))
+        for place, row in zip(places, rows, strict=True)
+    ]
+    kind = "command" if commands else "run"
+    return ", ".join([kind] * is_numbered + ["commit"] * has_several), cells, "".join(items)
+
+
+def commit_of(row: Row) -> str:
+    """A row's commit as the pages name it."""
+    return f"{row['commit'] or 'not recorded'}{' (rebased)' * (row['commit'] in REBASED)}"
+
+
+def source(row: Row, command: bool = True) -> str:
+    """Machine, date and versions that are unusual, and behind a colon the command of a row."""
+    place = f"{row['machine']}, {row['date']}{unusual(row['versions'])}"
+    return place + f": `{row['command']}`" * command
 
 
 def unusual(versions: Mapping[str, str]) -> str:
@@ -163,8 +190,21 @@ def of_all(lines: Sequence[str], rows: Sequence[Row]) -> str:
     for row in rows:
         by_question[row["question"]].append(row)
     known = {name: Lookup(some) for name, some in by_question.items()}
-    head, *others = ([part.strip() for part in line.split(" | ")] for line in lines)
-    return table(head, [[cell.format_map(known) for cell in cells] for cells in others])
+    made = []
+    for line in lines[1:]:
+        asked = re.findall(r"\{(\w+)\[([^\]]*)\]", line)
+        programs = dict.fromkeys(program(known[name][key]["command"]) for name, key in asked)
+        both = {**known, "commands": ", ".join(programs)}
+        made.append([cell.strip().format_map(both) for cell in line.split(" | ")])
+    return table([cell.strip() for cell in lines[0].split(" | ")], made)
+
+
+def program(command: str) -> str:
+    """The script, module or verb that a command runs; "..." stands for its arguments."""
+    words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+    length = words.index("-m") + 2 if "-m" in words else 2
+    more = " ..." * (len(words) > length or len(words) < len(shlex.split(command)))
+    return f"`{' '.join(words[:length])}{more}`"
 
 
 def written(text: str, rows: Sequence[Row]) -> str:

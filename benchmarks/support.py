@@ -1,11 +1,12 @@
-"""What ran where: docs/support.md, from the table of trainers, the rows of benchmarks/results, and
-for the CPU also from the rows that the tests compare.
+"""What ran where, for docs/support.md and docs/families/models.md: from the table of trainers, the
+rows of benchmarks/results, and for the CPU also from the rows that the tests compare.
 
-python -m benchmarks.support            # writes its tables anew
+python -m benchmarks.support            # writes the tables anew
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import defaultdict
@@ -22,6 +23,7 @@ from tests.test_cases_across_ranks import ACROSS
 from tests.test_cases_on_ranks import ON_RANKS
 
 PAGE = ROOT / "docs" / "support.md"
+MODELS_PAGE = ROOT / "docs" / "families" / "models.md"
 COMMAND = "python -m benchmarks.support"
 PART = re.compile(rf"(<!-- (\w+): {COMMAND} -->\n)(.*?)(<!-- end of \2 -->)", re.S)
 FAMILIES = {
@@ -47,10 +49,30 @@ TESTED = {
     "dense": "",
 }
 """Families, and how names of models in tests/cases.py begin; the first that fits counts."""
+OF_MODELS = {
+    "Llama 3, Qwen2, Qwen3": ("Llama3|Qwen3-(8B|0)", "dense"),
+    "Qwen3-30B-A3B": ("Qwen3-30B", "experts"),
+    "Qwen3-Next, Qwen3.5": (r"Qwen3-Next|Qwen3\.5", "hybrid (GatedDeltaNet)"),
+    "Nemotron-H, Nemotron 3": ("Nemotron", "hybrid (Mamba2)"),
+    "DeepSeek-V3, Moonlight": ("DeepSeek-V3 |Moonlight", "MLA, with and without experts"),
+    "GLM-4.5, GLM-4.6, GLM-4.7 (`glm4_moe`)": (r"GLM-4\.[567](?!-)", "experts"),
+    "GLM-4.7-Flash": ("GLM-4.7-Flash", "MLA, with and without experts"),
+    "DeepSeek-V3.2, GLM-5": (r"DeepSeek-V3\.2|GLM-5", "sparse attention (DSA)"),
+    "gpt-oss": ("gpt-oss", "windows and sinks, with and without experts"),
+    "Gemma 3, Mistral": ("Gemma|Mistral", "windows and sinks, with and without experts"),
+    "Qwen2-VL to Qwen3.5, GLM-4V, Kimi-K2.5": ("-VL-", "vision-language"),
+    "any, with adapters": ("LoRA", "adapters (LoRA)"),
+    "any, in FP8": ("FP8", "FP8, blockwise scales"),
+}
+"""Models of docs/families/models.md: what names and options of their rows have, and the family of
+tiny models that the tests compare."""
 ONE, ACROSS_RANKS = "one rank", "CPU, prompts across ranks"
 VISION, QUANTISED = "vision-language", "ModelOpt's quantisers (QAT)"
-PLACES = {"CPU": r"CPU", "one GPU": r"^one H", "two GPUs": r"^two H", "four GPUs": r"^four H"}
-TIMED = ("fp8", "hybrid", "hybrid_packed", "images", "latents", "layouts_gpus", "packed")
+PLACES = {"CPU": 0, "one GPU": 1, "two GPUs": 2, "four GPUs": 4}
+"""Columns, and how many GPUs each means."""
+ON_GPUS = (
+    "fp8", "hybrid", "hybrid_packed", "images", "latents", "layouts_gpus", "packed", "replay_gpu"
+)  # fmt: skip
 STEPS = ("trainer_gradients", "trainer_auto", "trainer_objectives", "trainer_runs", "trajectory")
 
 
@@ -66,21 +88,29 @@ def families_of(row: Row) -> Iterator[str]:
         yield "windows and sinks, with and without experts"
 
 
+def place_of(row: Row) -> str | None:
+    """The column of a row, by the ranks of its layout; None if nothing ran."""
+    if row["machine"] == "simulated" or "CPU" in row["machine"]:
+        return None if row["machine"] == "simulated" else "CPU"
+    sizes = [
+        int(size) for name, size in re.findall(r"([A-Z]+)(\d+)", row["layout"]) if name != "VPP"
+    ]
+    return next(name for name, num in PLACES.items() if num == math.prod(sizes))
+
+
 def ran(rows: Iterable[Row]) -> dict[str, dict[str, list[str]]]:
     """Layouts by family and place, in the order of the rows."""
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         cpu = {"dense": "dense", "experts": "experts"} if row["question"] == "layout_matrix" else {}
         names = [name for name in cpu if name in row["figures"]] or [*families_of(row)]
-        if not cpu and row["question"] not in TIMED:
+        if not cpu and row["question"] not in ON_GPUS:
             continue
-        place = next(name for name, words in PLACES.items() if re.search(words, row["machine"]))
+        layout = "yes" if row["layout"] == "one GPU" else row["layout"].partition(",")[0]
         for name in names:
-            layouts = found[name][place]
-            if row["layout"] not in layouts and row["layout"] != "one GPU":
-                layouts.append(row["layout"])
-            elif row["layout"] == "one GPU" and "yes" not in layouts:
-                layouts.append("yes")
+            layouts = found[name][place_of(row) or ""]
+            if layout not in layouts:
+                layouts.append(layout)
     return found
 
 
@@ -153,12 +183,40 @@ def trainers(rows: Sequence[Row]) -> str:
     return table(head, lines)
 
 
+def runs_of(model: str, rows: Iterable[Row]) -> str:
+    """Where a model of docs/families/models.md has run: GPUs, or tiny models with its layers."""
+    names, family = OF_MODELS[model]
+    ran_on = {
+        place_of(row) for row in rows if re.search(names, f"{row['model']}, {row['options']}")
+    }
+    gpus = [place for place in PLACES if place in ran_on and place != "CPU"]
+    has_tiny = any(family == tested_family for tested_family, _, _ in tested())
+    return ", ".join(gpus) or "tiny models of its layers, on the CPU" * has_tiny
+
+
+def with_runs(table_by_hand: str, rows: Sequence[Row]) -> str:
+    """The table of models with its last column made anew; the others are written by hand."""
+    head, _, *lines = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table_by_hand.splitlines()
+    )
+    if any(len(cells) != len(head) for cells in lines):
+        raise ValueError("a line of the table of models has other columns than its head")
+    return table(head, [[*cells[:-1], runs_of(cells[0], rows)] for cells in lines])
+
+
 def written(text: str, rows: Sequence[Row]) -> str:
-    """The page with its tables made anew."""
+    """A page with its tables made anew."""
     makers = {"models": models, "trainers": trainers}
-    return PART.sub(lambda found: f"{found[1]}{makers[found[2]](rows)}{found[4]}", text)
+
+    def made(found: re.Match[str]) -> str:
+        name, old = found[2], found[3]
+        new = with_runs(old, rows) if name == "has_run" else makers[name](rows)
+        return f"{found[1]}{new}{found[4]}"
+
+    return PART.sub(made, text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), read()), encoding="utf-8")
+    for page in (PAGE, MODELS_PAGE):
+        page.write_text(written(page.read_text(encoding="utf-8"), read()), encoding="utf-8")
     sys.exit(0)

@@ -57,8 +57,8 @@ class PrefixConfig:
             length below the multiple at which the layout begins spans is raised to it.
         segment_tokens: most positions in one forward; a single span may exceed it. 0: no limit;
             "auto": for each step the fastest of 2,048 to 32,768 (powers of two) whose predicted
-            peak fits the memory limit. A given number is reduced, to an eighth or 1,024 at
-            most, where only that fits the limit or a pipeline then waits less.
+            peak fits the memory limit. A given number is halved, up to three times and not below
+            1,024, where only that fits the limit or a pipeline then waits less.
         min_gain: do not share a prefix that saves fewer positions than this. A prompt runs
             apart from the suffixes that read it only if that saves 32 times as many, or a 16th of
             the step; a shorter one runs within their forwards, or is not shared. 0: share every
@@ -80,7 +80,7 @@ class PrefixConfig:
             K/V and its input; its forward runs again. "auto": for each segment the cheapest of
             these that fits the memory limit; it offloads only with `memory_budget_gb`.
         memory_budget_gb: GiB of device memory that a step may use on top of what is allocated when
-            it begins. 0: the limit is the stock schedule's peak on the same microbatches and 5 %.
+            it begins. 0: the limit is the stock schedule's peak on the same microbatches plus 5 %.
             In mode "auto" a step that cannot fit runs with the stock schedule.
         cache_host_layers: number of layers in each model chunk, evenly spread, whose K/V or states
             and their gradients stay in host memory until the layer runs.

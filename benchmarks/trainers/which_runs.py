@@ -1,8 +1,9 @@
 """The table in docs/validation.md of what ran in which trainer, made of what the tests run.
 
 Layouts and forms are those of run_sources.py, and those that fall back; families of models are
-those that test_own_delta.py and test_vision_models.py build from trainers' sources; options that
-are refused are of the trainers' own files. `python -m benchmarks.trainers.which_runs` writes it.
+those that test_own_delta.py and test_vision_models.py build from trainers' sources.
+
+python -m benchmarks.trainers.which_runs    # writes it
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ def row(trainer: Trainer) -> str:
     known = [*sources_of(trainer)]
     stock = {name: refusal for one in known for name, refusal in one.stock.items()}
     layouts = [name for one in known for name in one.layouts if name not in stock]
-    ranks = dict.fromkeys(parts(one)[0] or "1" for one in layouts)
     words = dict.fromkeys(WORDS[word] for one in layouts for word in parts(one)[1])
     fallen: dict[str, list[str]] = {}
     for name, refusal in stock.items():
@@ -76,16 +76,14 @@ def row(trainer: Trainer) -> str:
         if not {*told} & {*names}:  # not what falls back in one rank, or in any form, too
             names.append(", ".join(filter(None, told)))
     reasons = "; ".join(f"{' / '.join(names)}: {reason}" for reason, names in fallen.items())
-    own = "; ".join(one.name for one in trainer.refused)
-    cells = [trainer.name, ", ".join(models_of(trainer, layouts)), ", ".join(ranks)]
-    cells += [", ".join(words), reasons, own]
-    return "| " + " | ".join(cells if known else [*cells[:1], "read only", "", "", "", own]) + " |"
+    cells = [trainer.name, ", ".join(models_of(trainer, layouts)), ", ".join(words), reasons]
+    return "| " + " | ".join(cells if known else [*cells[:1], "read only", "", ""]) + " |"
 
 
 def documented() -> str:
     """The table as docs/validation.md has it."""
-    head = "| trainer | models | ranks | forms and objectives | stock schedule in mode `auto` |"
-    lines = [f"{head} refused of its own |", "|---|---|---|---|---|---|"]
+    head = "| trainer | models | forms and objectives | stock schedule in mode `auto` |"
+    lines = [head, "|---|---|---|---|"]
     return "\n".join([*lines, *map(row, trainers.TRAINERS)]) + "\n"
 
 

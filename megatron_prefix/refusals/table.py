@@ -27,7 +27,7 @@ GROUPS = {
     "routes": "routers that follow given routes",
     "ranks": "ranks that have to do the same side by side",
     "package": "mistakes of this package, and steps that it could not undo",
-    **dict.fromkeys(_TRAINERS, "options of that trainer"),
+    **{name: f"{name}'s options" for name in _TRAINERS},
 }
 """Values of `Refusal.where`, in the order in which they are listed."""
 
@@ -186,7 +186,7 @@ OWN_DELTA_STAGES = Refusal("a trainer's own GatedDeltaNet, and a pipeline stage 
 OWN_DELTA_MIXES = Refusal("layer …'s …, which mixes positions outside of its convolution and its recurrence", "module", NOT_YET, "use the stock schedule")
 DELTA_KERNEL = Refusal("GatedDeltaNet's kernel does not work here (…)", "module", NOT_YET, "see `megatron-prefix doctor`, or use the stock schedule")
 QUANTISER_DYNAMIC = Refusal("quantiser …, whose scale is of a whole tensor", "module", WRONG, "calibrate it, so that its scale is static, or use one scale per token: a token's quantisation would depend on the other tokens of its call")
-QUANTISER_CALIBRATES = Refusal("quantiser …, which is being calibrated", "module", WRONG, "wait, steps are shared once calibration has ended: it would count a shared prompt once, and padding")
+QUANTISER_CALIBRATES = Refusal("quantiser …, which is being calibrated", "module", WRONG, "wait until calibration has ended: it would count a shared prompt once, and padding")
 QUANTISER_MLA = Refusal("quantiser … of multi-latent attention", "module", NOT_YET, "disable quantisers of queries, keys and values: a segment makes keys of its ancestors' latents again")
 QUANTISER_OTHER = Refusal("quantiser … with …", "module", NOT_YET, "use static scales of a tensor or a feature, or one a token")
 
@@ -277,14 +277,14 @@ FORWARD_GRAPH = Refusal("results of a call with forward_only need gradients", "o
 # --- routes ---------------------------------------------------------------------------------------
 
 SOME_ROUTES = Refusal("some microbatches have routes and some have none", "routes", NOT_YET, "give all or none")
-NUMBER_OF_ROUTES = Refusal("… routes for … positions", "routes", NOT_YET, "give one each")
+NUMBER_OF_ROUTES = Refusal("… routes for … positions", "routes", NOT_YET, "give one route for each position")
 RECORDS_ROUTES = Refusal("RouterReplay records routes, and segments run in another order than microbatches", "routes", NOT_YET, "run this pass with the stock schedule (mode off)")
 AHEAD_ROUTES = Refusal("a router of multi-token prediction that replays", "routes", NOT_YET, "set no action on it, so that it chooses for itself: routes are of the decoder's layers")
 UNKNOWN_ROUTES = Refusal("RouterReplay's action is …, and the step's routes are not known", "routes", NOT_YET, "set those of each microbatch in its forward step, before the model call, or give get_forward_backward_func the callback `routes`")
 
 # --- ranks ----------------------------------------------------------------------------------------
 
-DIFFERENT_PROGRAMS = Refusal("the ranks of an expert-parallel group have programs of … actions that differ", "ranks", NOT_YET, "give the stock schedule equally many microbatches on each, and no plan file", ends=True)
+DIFFERENT_PROGRAMS = Refusal("the ranks of an expert-parallel group have different plans, of … actions", "ranks", NOT_YET, "give the stock schedule equally many microbatches on each, and no plan file", ends=True)
 ACROSS_NO_GROUP = Refusal("across_ranks, and process groups without dp_cp", "ranks", NOT_YET, "add it to the trainer's groups, or set across_ranks to off")
 ACROSS_EXPERTS = Refusal("across_ranks with expert parallelism and moe_token_dispatcher_type allgather", "ranks", NOT_YET, "use alltoall: the all-gather wants equally many tokens on every rank, and only one of them runs a prompt; or set across_ranks to auto: every rank then shares what it has")
 ACROSS_PLAN = Refusal("across_ranks with a plan file", "ranks", NOT_YET, "leave it out, or set across_ranks to off")

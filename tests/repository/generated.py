@@ -28,6 +28,7 @@ from tests.harness.data import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 COMMAND = "python -m tests.repository.generated"
+NAMES = [trainer.name for trainer in trainers.TRAINERS]
 PART = re.compile(rf"<!-- ([a-z_]+): {COMMAND} -->\n(.*?)<!-- end of \1 -->\n", re.S)
 
 
@@ -88,7 +89,7 @@ def callbacks() -> str:
 def refusal_row(refusal: Refusal) -> str:
     never = "never" if refusal.kind == WRONG else "not yet"
     auto = "error" if refusal.ends else "stock schedule"
-    if GROUPS[refusal.where] == GROUPS["verl"]:  # a trainer's own option: not all are noticed
+    if refusal.where in NAMES:  # a trainer's own option: not all are noticed
         auto = "see its page"
     return f"| {refusal.name} | {refusal.fix} | {never} | {auto} |\n"
 
@@ -98,7 +99,7 @@ def refusals() -> str:
     lines = []
     for where, rows in itertools.groupby(TABLE, lambda one: one.where):
         title = GROUPS[where]
-        title = f"{where}'s options" if title == GROUPS["verl"] else title[0].upper() + title[1:]
+        title = title if where in NAMES else title[0].upper() + title[1:]
         lines += [f"## {title}\n\n| refused | what to do, and why | supported | mode `auto` |\n"]
         lines += ["|---|---|---|---|\n", *map(refusal_row, rows), "\n"]
     return "".join(lines)

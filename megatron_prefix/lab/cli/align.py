@@ -14,13 +14,13 @@ from megatron_prefix.lab.cli.progress import Advance, draws_aligned
 from megatron_prefix.lab.cli.report import differences, facts, number, print_facts, print_json
 
 HELP = """\
-Runs Megatron-Core's stock schedule on full sequences and the prefix schedule, from the same
-weights on the same microbatches, with one AdamW step each, and compares every loss, log-prob,
-gradient and parameter. Microbatches are packed rollouts, or with --baseline rollout one rollout
-each. Exit code 0 if all are within the numerics policy, else 1.
-With --cp, which the stock schedule's local attention refuses, it attends to gathered keys instead,
-and the output says so.
-Advantages are drawn by --seed, so that equal rewards do not make it a comparison of zeros."""
+Runs Megatron-Core's stock schedule and the prefix schedule from the same weights on the same
+microbatches, with one AdamW step each, and compares every loss, log-prob, gradient and parameter.
+Microbatches are packed rollouts, or with --baseline rollout one rollout each. Exit code 0 if all
+are within the numerics policy, else 1.
+Megatron's local attention does not support --cp. There the stock schedule attends to gathered keys
+instead, and the output says so.
+Advantages are drawn by --seed: with equal rewards in a group all would be zero."""
 EPILOG = """\
 examples:
   megatron-prefix align --rollouts rollouts.jsonl.gz --groups 2 --max-tokens 512

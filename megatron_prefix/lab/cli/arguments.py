@@ -119,7 +119,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     """`--json`, `--progress` and `--verbose`, which every verb has; see report.py and main.py."""
     group = parser.add_argument_group("output")
     add_switch(group, "--json", "one JSON object on stdout, nothing else")
-    text = "show progress on stderr even if it is not a terminal (train: a line for every step)"
+    text = "show progress on stderr even if it is not a terminal"
     add_switch(group, "--progress", text)
     add_switch(group, "--verbose", "show other packages' warnings on stderr too")
 
@@ -164,7 +164,7 @@ _LAYOUT = {
     "cp": "context parallel size (default {})",
     "ep": "expert parallel size (default {})",
     "dp": "data parallel size (default: the ranks that are left, or what --ep needs)",
-    "sequence_parallel": "Megatron's sequence parallelism over tp",
+    "sequence_parallel": "Megatron's sequence parallelism, over the tensor-parallel ranks",
 }
 
 
@@ -201,8 +201,8 @@ _TEXTS = {
     "chunk_tokens": "cut prompts and other spans longer than N into chunks; 0: never; auto: the"
     " length with the shortest simulated step (default {})",
     "segment_tokens": "most positions in one forward (a single span may exceed it); 0: no limit;"
-    " auto: for each step the fastest length that fits the memory limit. A given N is reduced, to"
-    " an eighth at most, where only that fits (default {})",
+    " auto: for each step the fastest length that fits the memory limit. A given N is halved, up to"
+    " three times, where only that fits (default {})",
     "min_gain": "do not share a prefix that saves fewer than N tokens. A prompt runs apart"
     " from the suffixes that read it only if that saves 32 N tokens, or a 16th of the step; a"
     " shorter one runs within their forwards. 0: share every prefix, always apart (default {})",
@@ -222,12 +222,12 @@ _TEXTS = {
     " recompute_act: the same without the outputs of MLP activation functions, which run again, in"
     " waves too; offload: saved tensors move to the host; recompute: only K/V and its input, and"
     " its forward runs again; auto (default): for each segment the cheapest of these that fits the"
-    " memory limit, which is the stock schedule's peak and 5 %%",
-    "memory_budget_gb": "GiB of device memory that a step may use on top of what is allocated when"
-    " it begins; 0: the limit follows the stock schedule's peak. With a budget, --memory auto may"
-    " offload, and mode auto runs a step that cannot fit with the stock schedule (default 0)",
+    " memory limit (offload only with --memory-budget-gb)",
+    "memory_budget_gb": "memory limit of a step: GiB on the device on top of what is allocated when"
+    " it begins; 0: the stock schedule's peak plus 5 %%. In mode auto a step that cannot fit runs"
+    " with the stock schedule (default 0)",
     "cache_host_layers": "number of layers whose K/V or recurrent states, and their gradients, stay"
-    " in host memory until the layer runs; for prompts whose K/V do not fit (default {})",
+    " in host memory until the layer runs: for prompts whose K/V do not fit (default {})",
     "graph_tokens": "run the layers of segments of up to N positions as CUDA graphs, except"
     " recurrences, experts and some attention: for narrow ranks and short segments, where the host"
     " sets the time. What such a segment keeps stays allocated. auto, in mode auto: the longest"
@@ -237,7 +237,7 @@ _TEXTS = {
     " (default): segment if it fits",
     "across_ranks": "run a prefix that several data-parallel ranks share on one of them. auto:"
     " where it is possible, predicted to be faster, and fits the memory limit; on: always, and what"
-    " prevents it is an error (default: auto with --prefix-schedule auto, else off)",
+    " prevents it is an error (default: off, in mode auto: auto)",
     "kernel": f"attention kernel: {', '.join(KERNELS)} (docs/configuration.md says what they are),"
     " A+B (A where queries read a prompt's keys, B where they read their own), or auto (default)",
 }
@@ -285,16 +285,16 @@ def _short(value: Any) -> str:
     return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
 
 
-def add_config(group: Any, *names: str) -> None:
-    """Options for fields of PrefixConfig; see `config_of`."""
-    add_fields(group, PrefixConfig, {name: _TEXTS[name] for name in names})
+def add_config(group: Any, *names: str, texts: Mapping[str, str] = _TEXTS) -> None:
+    """Options for fields of PrefixConfig, with the verb's own texts for some; see `config_of`."""
+    add_fields(group, PrefixConfig, {name: texts.get(name, _TEXTS[name]) for name in names})
 
 
-def add_lengths(parser: argparse.ArgumentParser) -> None:
+def add_lengths(parser: argparse.ArgumentParser, texts: Mapping[str, str] = _TEXTS) -> None:
     """Options of tree and plan: `--chunk-tokens --segment-tokens --min-gain ...`."""
     group = parser.add_argument_group("lengths, in tokens")
     names = ("chunk_tokens", "segment_tokens", "min_gain", "align", "loss_in_leaves", "run_ahead")
-    add_config(group, *names)
+    add_config(group, *names, texts=texts)
     # The old name of the option, for existing scripts.
     group.add_argument(
         "--extra", dest="run_ahead", type=int, choices=(1, 2), help=argparse.SUPPRESS
@@ -324,7 +324,8 @@ def add_deal(group: Any) -> None:
     text = (
         "how a step's rollouts are dealt to data-parallel ranks. groups (default): whole groups,"
         " balanced by the tokens that ranks execute; length: equal numbers of rollouts with about"
-        " equal lengths, whatever their groups, as verl does by default; random: equal numbers"
+        " equal lengths, whatever their groups, as verl does by default; random: equal numbers, at"
+        " random"
     )
     add_fields(group, Baseline, {"deal": text})
 

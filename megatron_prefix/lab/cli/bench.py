@@ -47,13 +47,13 @@ NUMBERS = (
     ("--groups", 1, 4, "groups per step of a rollout file (default {})"),
     ("--steps", 1, None, "time N consecutive steps of a file, each once and of new groups,"
      " after those of --warm-up (default: its first step, --repeats times)"),
-    ("--step-tokens", 1, None, "groups per step: as many as have N tokens, instead of --groups"),
-    ("--warm-up", 1, 1, "with --steps, steps that are run and not timed (default {})"),
-    ("--warm-up-calls", 1, 3, "calls of each schedule before the timed ones, at least (default"
-     " {}: by then kernels have been chosen for the shapes)"),
+    ("--step-tokens", 1, None, "take groups until a step has N tokens, instead of --groups"),
+    ("--warm-up", 1, 1, "with --steps, first steps that are run and not timed (default {})"),
+    ("--warm-up-calls", 1, 3, "least calls of each schedule before the timed ones (default {}: by"
+     " then kernels have been chosen for the shapes)"),
     ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
-    ("--repeats", 0, 3, "timed calls of each step without --steps (default {})"),
-    ("--align-layers", 1, 2, "layers of the aligned model (default {})"),
+    ("--repeats", 0, 3, "without --steps, timed calls of each step (default {})"),
+    ("--align-layers", 1, 2, "layers of the model that is aligned first (default {})"),
 )  # fmt: skip
 """Options for numbers: flag, least, default, help."""
 
@@ -93,18 +93,15 @@ def _add_sweep(group: Any) -> None:
         " what kernels compile and tune for new lengths"
     )
     arguments.add_switch(group, "--rehearse", text)
-    text = (
-        "on (default): the prefix schedule; auto: in steps where the cost model says that it pays,"
-        " else the stock one"
-    )
+    text = "mode. on (default): share every step; auto: share where it pays, by the cost model"
     arguments.add_choice(group, "--prefix-schedule", text, ("on", "auto"), "on")
     text = "time passes without gradients, as for old and reference log-probs"
     arguments.add_switch(group, "--forward-only", text)
     arguments.add_text(group, "--bench-json", "write the result as JSON to FILE too")
     records.add_argument(group)
     text = (
-        "draw speedups and bounds, a step's time by phase, peaks of memory and every step's time;"
-        " of `bench memory` the peaks by policy (png, svg, pdf)"
+        "draw speedups and bounds, the time of each step and of its phases, and peaks of memory;"
+        " with `bench memory` the peaks by policy (png, svg, pdf)"
     )
     arguments.add_text(group, "--plot", text)
 

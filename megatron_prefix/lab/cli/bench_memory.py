@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ways = "what to measure: stock, or a memory policy; +full adds Megatron's full recomputation"
     for name, text in (
         ("ways", f"{ways} (default {' '.join(WAYS)})"),
-        ("frontier_ways", "those whose longest sequence to find (default: --ways)"),
+        ("frontier_ways", "with --frontier, ways whose longest sequence to find (default: --ways)"),
     ):
         group.add_argument(
             _flag(name), nargs="+", default=DEFAULTS[name], metavar="POLICY[+full]", help=text
@@ -46,11 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     text = "also find the longest sequence that trains, with responses of R tokens"
     add("frontier", text, whole(1, MOST), "R")
-    text = "look at lengths that are multiples of N tokens (default {})"
+    text = "with --frontier, look at lengths that are multiples of N tokens (default {})"
     add("frontier_step", text, whole(1, MOST), "N")
-    text = "steps to run to find it, near what the memory model predicts (default {}: only predict)"
+    text = "with --frontier, try up to N lengths near the predicted one (default {}: only predict)"
     add("tries", text, whole(0, MOST), "N")
-    text = "GiB besides weights and gradients that may be used (default {}: not set)"
+    text = (
+        "with --frontier, GiB besides weights and gradients to use (default {}: all that are free)"
+    )
     add("capacity_gb", text, real(0, MOST_MEMORY_GB), "X")
 
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 HELP = """\
-Versions, devices, the attention kernels that are used here, and whether the prefix schedule can
-run; --refused lists every kernel and all that the schedule refuses, as --json does. Kernels that
-compile for longer, FlashAttention-4's and those of recurrent layers, are only tried with --probe.
-Exit code 0 if the prefix schedule can run here, else 1."""
+Shows versions, devices, the attention kernels that are used here, and whether the prefix schedule
+can run. --refused also lists every kernel and all that the schedule refuses; --json always does.
+FlashAttention-4's kernels and those of recurrent layers take long to compile: only --probe tries
+them. Exit code 0 if the prefix schedule can run here, else 1."""
 EPILOG = """\
 examples:
   megatron-prefix doctor
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument(
         "--model",
-        metavar="NAME|CONFIG",
+        metavar="NAME|config.json",
         help="check this model too: a preset, or a Hugging Face config.json",
     )
     parser.add_argument(
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_switch(
         parser,
         "--probe",
-        "also try kernels that compile first, some for minutes; later runs find them",
+        "also try kernels that have to be compiled, some for minutes; later runs reuse them",
     )
     text = "list all kernels, and all that the prefix schedule refuses, with what to do"
     arguments.add_switch(parser, "--refused", text)
@@ -347,7 +347,7 @@ def _print_refusals(report: Mapping[str, Any]) -> None:
     for where, title in GROUPS.items():
         refused = (x for x in report["refusals"] if x["where"] == where)
         rows = ((x["name"], x["fix"], x["kind"]) for x in refused)
-        print_table(f"refused: {title} ({where})", ["", "what to do", ""], rows, left=3)
+        print_table(f"refused: {title}", ["", "what to do", ""], rows, left=3)
 
 
 def _versions(report: Mapping[str, Any]) -> Iterable[tuple[str, str | None]]:

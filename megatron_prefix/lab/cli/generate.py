@@ -9,7 +9,7 @@ from megatron_prefix.lab.cli.outputs import write_and_print
 from megatron_prefix.lab.data.generate import TREES, generate
 
 HELP = """\
-Make a synthetic rollout file of a given size and tree shape: random tokens, rewards and trained
+Makes a synthetic rollout file of a given size and tree shape: random tokens, rewards and trained
 spans. The same arguments give the same file."""
 EPILOG = """\
 examples:

@@ -11,7 +11,7 @@ from megatron_prefix.lab.data.importers import FIELDS, KINDS, import_file
 from megatron_prefix.lab.data.rollouts import Group
 
 HELP = f"""\
-Make a rollout file from a trainer's dump: verl's rollouts (input, output, score), OpenAI-style
+Makes a rollout file from a trainer's dump: verl's rollouts (input, output, score), OpenAI-style
 messages, rendered with a chat template, or token ids.
 
 IN has one JSON object per line. Its fields (alternative names after a bar, optional fields in

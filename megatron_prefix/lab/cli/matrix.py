@@ -54,15 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["*"],
         metavar="PATTERN",
-        help="rows MODEL/LAYOUT/SHAPE/RECOMPUTE that match a pattern, e.g. 'moe/EP*/tree/full'",
+        help="run rows MODEL/LAYOUT/SHAPE/RECOMPUTE that match a pattern, e.g. 'moe/EP*/tree/full'",
     )
     text = (
-        "write results to FILE (JSON lines), and make its folder; rows that it has as aligned do"
-        " not run again"
+        "append results to FILE (JSON lines), and leave out rows that are aligned there; its folder"
+        " is made"
     )
     add_text(group, "--continue", text, dest="record")
     add_switch(group, "--allow-refused", "exit code 0 even if rows were refused")
-    text = "of weights and activations (default: float64 on the CPU, bfloat16 on a GPU)"
+    text = "data type of weights and activations (default: float64 on the CPU, bfloat16 on a GPU)"
     add_device(group, None, text)
     add_deal(group)
     group.add_argument(
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds per row (default 120)",
     )
-    add_text(group, "--markdown", "write the table as Markdown, and make its folder")
+    add_text(group, "--markdown", "write the table as Markdown; its folder is made")
     add_messages(parser, watchdog=False)
 
 

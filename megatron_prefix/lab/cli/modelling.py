@@ -55,25 +55,25 @@ def add_model(parser: argparse.ArgumentParser, *, model: str, dtype: str) -> Non
         " Qwen3.5, Nemotron-H, DeepSeek-V3, Moonlight, GLM-4.7-Flash, gpt-oss) instead of random"
         " ones, e.g. --load-hf Qwen3-8B; --set num_layers=N takes its first layers"
     )
-    add_text(group, "--load-hf", text, metavar="DIR")
+    add_text(group, "--load-hf", text, metavar="FOLDER")
     text = (
-        "change a field of the model, e.g. --set num_layers=2, or --set num_moe_experts=none if a"
-        " model can do without (may be given again)"
+        "change a field of the model, e.g. --set num_layers=2; none removes it: --set"
+        " num_moe_experts=none (may be given again)"
     )
     add_text(group, "--set", text, metavar="FIELD=VALUE", action="append", default=[])
-    add_device(group, dtype, f"of weights and activations (default {dtype})")
+    add_device(group, dtype, f"data type of weights and activations (default {dtype})")
     text, choices = (
         "Megatron's activation recomputation (default {})",
         ("none", "full", "selective"),
     )
     add_choice(group, "--recompute", text, choices, "none")
     text = (
-        "reduce gradients over data- and context-parallel ranks in buckets, while the last"
-        " backward runs, like Megatron's option of that name; both schedules"
+        "reduce gradients over data- and context-parallel ranks in buckets while the last backward"
+        " runs, in both schedules: Megatron's option of that name"
     )
     add_switch(group, "--overlap-grad-reduce", text)
     add_config(group, *CONFIG)
-    add_number(group, "--seed", "of weights and random draws (default {})", 1234, seed)
+    add_number(group, "--seed", "seed of weights and random draws (default {})", 1234, seed)
 
 
 def add_device(group: Any, dtype: str | None, dtype_help: str) -> None:
@@ -81,7 +81,10 @@ def add_device(group: Any, dtype: str | None, dtype_help: str) -> None:
     dtypes = ("float64", "float32", "bfloat16")
     group.add_argument("--dtype", choices=dtypes, default=dtype, help=dtype_help)
     add_choice(group, "--device", "where to run (default {})", ("cpu", "cuda"), "cpu")
-    text = "transformer-engine's layers or Megatron's own (auto: te on a GPU in bfloat16)"
+    text = (
+        "te: transformer-engine's layers; local: Megatron's own; auto (default): te on a GPU in"
+        " bfloat16, else local"
+    )
     add_choice(group, "--layer-spec", text, ("auto", "local", "te"), "auto")
 
 

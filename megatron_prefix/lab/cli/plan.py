@@ -47,8 +47,8 @@ plan of one step with its simulated bubble and memory. All groups make one step 
 limits it. Tokens are positions with a label: a rollout of n tokens has n-1. The makespan is in
 tokens of forward work (a backward counts twice, communication not at all), the bubble is the share
 of it in which ranks wait. The speedup is that of the layout, waits and launches included, over the
-stock schedule on rollouts packed to at most 16,384 tokens. --segment-tokens auto and --chunk-tokens
-auto take the lengths with the shortest predicted step, whatever memory they need.
+stock schedule on rollouts packed to at most 16,384 tokens. No memory limit is applied: lengths that
+are auto are those with the shortest predicted step, and the peak is printed.
 
 With --dp N the step is dealt to N ranks. A table shows how many tokens each rank has, how many it
 executes if it shares alone, and how many are left if every prompt runs once in the job; the rest of
@@ -76,7 +76,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `plan`."""
     arguments.add_rollouts(parser, positional=True)
-    arguments.add_lengths(parser)
+    arguments.add_lengths(parser, TEXTS)
     text = (
         "which rollouts may share. group: only those of one group; batch: all of the step, as"
         " steps that run do (default {})"
@@ -85,9 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_layout(parser)
     group = parser.add_argument_group("data-parallel ranks")
     arguments.add_deal(group)
-    arguments.add_number(group, "--seed", "of a random deal (default {})", 1234, arguments.seed)
-    arguments.add_config(group, "across_ranks")
-    arguments.add_text(group, "--output", "write the plans of all ranks, a picture and a trace")
+    arguments.add_number(group, "--seed", "of --deal random (default {})", 1234, arguments.seed)
+    arguments.add_config(group, "across_ranks", texts=TEXTS)
+    text = "with --across-ranks on, write the plans of all ranks, a picture and a trace there"
+    arguments.add_text(group, "--output", text, metavar="FOLDER")
     parser.add_argument(
         "--model",
         default="llama3-8b",
@@ -100,6 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_text(parser, "--svg", "draw the simulated timeline")
 
 
+TEXTS = {
+    "segment_tokens": "most positions in one forward (a single span may exceed it); 0: no limit;"
+    " auto: the length with the shortest predicted step. With --chunk-tokens auto, N, N/2, N/4, ..."
+    " are tried (default {})",
+    "across_ranks": "plan all ranks together: a prefix that several data-parallel ranks share runs"
+    " on one of them. auto and on do the same here (default: off)",
+}
+"""Help of options that mean less than in a run: `plan` has no memory and no schedule's mode."""
 MUCH_BUBBLE = 0.25
 """Share of the ranks' time from which a hint says what to do."""
 

@@ -22,15 +22,15 @@ from megatron_prefix.lab.rl.settings import TrainSettings
 
 STEPS = 100
 HELP = """\
-Trains three times from the same weights on the same rollouts, in three runs side by side that do
-not affect one another: the stock schedule; the stock schedule in another reduction order
-(microbatches and their rollouts backwards, torch's attention instead of the layers'), which is the
-noise floor; the prefix schedule. After every step their parameters are compared (in 16 bit the
-optimizer's fp32 main parameters). Exit code 0 if the prefix schedule's distance from the stock
-schedule is at most twice the noise floor, largest, mean and RMS, after every step; else 1, also if
+Trains three times from the same weights on the same rollouts, side by side: with the stock
+schedule, with the stock schedule in another reduction order (microbatches and their rollouts
+backwards, torch's attention instead of the layers'), and with the prefix schedule. After every step
+their parameters are compared (in 16 bit the optimizer's fp32 main parameters). How far the two
+stock runs are apart is the noise floor. Exit code 0 if the prefix run is at most twice as far from
+the stock run, by the largest, the mean and the RMS difference, after every step; else 1, also if
 nothing was shared, no parameter moved, or a loss was not finite.
 Steps take groups of the files in turn; groups whose rewards are all equal have no gradient and are
-left out."""
+left out. --progress writes a line a step to stderr."""
 EPILOG = """\
 examples:
   megatron-prefix replay rollouts.jsonl.gz --steps 20 --groups-per-step 1 --max-tokens 256
@@ -48,19 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
     parser.set_defaults(compare=False)
     group = parser.add_argument_group("replay")
-    text = "auto (default): share where it pays; on: always"
+    text = "mode. auto (default): share where it pays; on: share every step"
     arguments.add_choice(group, "--prefix-schedule", text, ("auto", "on"), "auto")
-    text = "write the result as JSON to FILE too, and after every step what there is"
+    text = "write the result as JSON to FILE too, renewed after every step"
     arguments.add_text(group, "--result-json", text)
     text = "draw distances, losses and weighted log-probs by step (png, svg, pdf)"
     arguments.add_text(group, "--plot", text)
     arguments.add_switch(
         group,
         "--same-routes",
-        "with experts: before every step the stock run's routers choose each token's, and all"
-        " runs follow (Megatron's RouterReplay); else a token that is nearly undecided may go to"
-        " another expert in one run; the load-balancing loss still counts what routers would"
-        " choose, so add --set moe_aux_loss_coeff=0",
+        "with experts: all runs send tokens to the experts that the stock run's routers choose"
+        " (Megatron's RouterReplay). Otherwise rounding may send a token to another expert in one"
+        " run. The load-balancing loss still counts what each run's routers would choose: turn it"
+        " off with --set moe_aux_loss_coeff=0",
     )
     arguments.add_baseline(parser)
     add_model(parser, model="tiny-llama", dtype="float32")

@@ -177,7 +177,9 @@ def print_table(
     )  # fmt: skip
     for place, heading in enumerate(headings or ("", "")):
         justify: Literal["left", "right"] = "left" if place < left else "right"
-        table.add_column(heading, justify=justify, no_wrap=place < unwrapped)
+        # A long identifier takes two lines: with an ellipsis it could not be searched for.
+        overflow: Literal["ellipsis", "fold"] = "ellipsis" if place < unwrapped else "fold"
+        table.add_column(heading, justify=justify, overflow=overflow, no_wrap=place < unwrapped)
     for row in rows:
         table.add_row(*map(escape, row))
     if table.row_count:

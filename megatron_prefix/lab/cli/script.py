@@ -48,7 +48,7 @@ _HELP = {
     "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what a prompt keeps on the device between"
                " its forward and its backward"),
     "memory_budget_gb": ("X", "GiB that a step may use on top of what is allocated when it begins;"
-                         " 0: the stock schedule's peak and 5 %%"),
+                         " 0: the stock schedule's peak plus 5 %%"),
     "cache_host_layers": ("N", "number of layers whose K/V stay in host memory until they run"),
     "graph_tokens": ("N|auto", "run segments of up to N positions as CUDA graphs; 0: none"),
     "cp_reduce": ("{" + ",".join(CP_REDUCE) + "}", "when context-parallel ranks exchange a prompt's"

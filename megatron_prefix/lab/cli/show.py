@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 HELP = """\
-A plan file: its grid, one row per stage and one cell per action (F3 is the forward of segment 3, B3
-its backward, F3.1 that of model chunk 1; S3>1 and R3<1 send to data-parallel rank 1 and receive
-from it), and its simulated timeline, in which the latter take no time. An invalid plan is refused,
-and its grid printed with the bad cell marked."""
+Shows a plan file: its grid, and its simulated timeline. The grid has a row for each stage and a
+cell for each action: F3 is the forward of segment 3, B3 its backward, F3.1 its forward in model
+chunk 1; S3>1 sends to data-parallel rank 1, R3<1 receives from it. Messages take no time in the
+timeline. An invalid plan is refused: its grid is printed with the bad cell marked."""
 EPILOG = """\
 examples:
   megatron-prefix show plan.csv
@@ -45,7 +45,7 @@ _STYLES = {  # as in lab/view/drawing.py: forward blue, backward orange, inner s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `show`."""
     parser.add_argument("plan", metavar="PLAN.csv", help="a file that `plan --csv` wrote")
-    add_switch(parser, "--full", "all actions, not one line per stage")
+    add_switch(parser, "--full", "print all actions, even if a stage takes several lines")
     add_text(parser, "--svg", "draw the simulated timeline")
 
 

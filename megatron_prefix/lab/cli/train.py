@@ -37,7 +37,8 @@ Trains a model on a rollout file by GRPO: advantages from each group's rewards, 
 pass without gradients if the file has none, a clipped loss, AdamW through Megatron's optimizer.
 Metrics go to OUTPUT/metrics.jsonl and, if it is installed, TensorBoard. --compare runs
 Megatron-Core's stock schedule on every update too, from the same weights, and compares; the exit
-code is then 1 if they differ by more than the numerics policy allows."""
+code is then 1 if they differ by more than the numerics policy allows. --progress writes a line a
+step to stderr."""
 EPILOG = """\
 examples:
   megatron-prefix train rollouts.jsonl.gz --steps 10 --lr 1e-3 --output runs/tiny

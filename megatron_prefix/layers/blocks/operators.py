@@ -293,7 +293,7 @@ class Fa4Kernel(_Varlen):
 
 def _needs_cuda_16bit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if q.device.type != "cuda":
-        return f"runs on CUDA, got {q.device}"
+        return f"needs a CUDA device, got {q.device}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, got {q.dtype}"
     if torch.cuda.get_device_capability(q.device) < (8, 0):

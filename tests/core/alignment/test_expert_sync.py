@@ -126,7 +126,7 @@ def test_the_stock_schedule_with_unequal_numbers_is_refused():
         spec = resolve("tiny-moe", num_layers=2).with_vocab(64)
         (model,) = build_model(spec, layout=EP2, dtype="float64")
         schedule = PrefixSchedule(replace(CHUNKED, mode="auto", min_speedup=100.0))
-        with pytest.raises(UserError, match="programs of 4, 3 actions that differ"):
+        with pytest.raises(UserError, match="different plans, of 4, 3 actions"):
             steps.call(schedule, CONTRACT.step, model, data[rank])
 
     run_ranks(2, on_rank)

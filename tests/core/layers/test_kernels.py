@@ -188,7 +188,7 @@ def test_refusals_name_what_is_wrong():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("flash", "'flash' does not work here: runs on CUDA, got cpu; use math, flash_cpu"),
+        ("flash", "'flash' does not work here: needs a CUDA device, got cpu; use math, flash_cpu"),
         ("math+cudnn", "'cudnn' does not work here"),
         ("fa9", "'fa9' is not auto, one of math, flash_cpu, flash, cudnn, fa4, or a"),
         ("math+math+math", "is not auto"),
