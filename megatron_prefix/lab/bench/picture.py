@@ -14,9 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from megatron_prefix.lab.view.style import PREFIX, STOCK, legend_beside, without_frame
+
 Row = Mapping[str, Any]
 
-STOCK, PREFIX = "#9aa5b1", "#3b6ea5"
 PHASES = {
     "A": ("A: forward, inner segments", "#1f5a96"),
     "B": ("B: waves", "#7fb2e0"),
@@ -84,11 +85,7 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
         range(len(names)), names, rotation=20 if tilted else 0, ha="right" if tilted else "center"
     )
     axes.set_xlim(-0.6, len(names) - 0.4)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    without_frame(axes)
 
 
 def _label(axes: Axes, place: float, height: float, text: str) -> None:
@@ -109,7 +106,7 @@ def _speedups(axes: Axes, rows: Sequence[Row]) -> None:
         _label(axes, place, top, f"{row['speedup']:.2f}x\n{row['of_bound']:.3f} of bound")
     axes.set_ylabel("speedup over stock")
     axes.margins(y=0.28)
-    _legend(axes)
+    legend_beside(axes)
 
 
 def _phases(axes: Axes, rows: Sequence[Row]) -> None:
@@ -140,7 +137,7 @@ def _phases(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylabel("last step, ms")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.margins(y=0.15)
-    _legend(axes)
+    legend_beside(axes)
 
 
 def _peaks(axes: Axes, rows: Sequence[Row]) -> None:
@@ -161,7 +158,7 @@ def _peaks(axes: Axes, rows: Sequence[Row]) -> None:
         _label(axes, place + 0.2, top, f"{row['prefix_gib']:.0f}")
     axes.set_ylabel("peak memory, GiB")
     axes.margins(y=0.15)
-    _legend(axes)
+    legend_beside(axes)
 
 
 def _steps(axes: Axes, rows: Sequence[Row]) -> None:
@@ -180,8 +177,5 @@ def _steps(axes: Axes, rows: Sequence[Row]) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        handles=handles, frameon=False, fontsize="small", loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-    )  # fmt: skip
+    without_frame(axes)
+    legend_beside(axes, handles=handles)

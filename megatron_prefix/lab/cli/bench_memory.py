@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from megatron_prefix.lab.cli.modelling import machine, model_options
 from megatron_prefix.lab.cli.outputs import deliver
 from megatron_prefix.lab.cli.progress import draws_aligned, watched
 from megatron_prefix.lab.cli.report import print_records, to_line
+from megatron_prefix.lab.view.style import MORE, PREFIX, STOCK, legend_beside, without_frame
 
 MOST = 10**6  # tokens of a response, or tries
 WAYS = ("stock", "retain", "offload", "recompute")
@@ -237,23 +239,22 @@ def _is_compared(args: argparse.Namespace, way: str) -> bool:
 
 def figure(rows: Sequence[Any], is_compared: Callable[[str], bool] = lambda _: True) -> Any:
     """Draws peaks by policy, as bars, with the prediction as a dash where it is compared."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row.name for row in rows))
     ways = list(dict.fromkeys(row.way for row in rows))
-    drawn, axes = pyplot.subplots(figsize=(max(5, 1.6 * len(names)), 4), layout="constrained")
-    width = 0.8 / len(ways)
-    for place, way in enumerate(ways):
+    drawn = Figure(figsize=(max(6, 1.6 * len(names)), 4), layout="constrained")
+    axes, width = drawn.subplots(), 0.8 / len(ways)
+    colors = itertools.cycle([STOCK, PREFIX, *MORE])
+    for place, (way, color) in enumerate(zip(ways, colors, strict=False)):
         mine = [row for row in rows if row.way == way]
         at = [names.index(row.name) + place * width for row in mine]
-        axes.bar(at, [row.peak_gib or 0.0 for row in mine], width, label=way)
+        axes.bar(at, [row.peak_gib or 0.0 for row in mine], width, color=color, label=way)
         compared = [row.predicted_gib if is_compared(row.way) else math.nan for row in mine]
         axes.scatter(at, compared, color="black", marker="_", zorder=2)
     axes.set_xticks([number + 0.4 - width / 2 for number in range(len(names))], names)
     axes.set_ylabel("GiB besides weights and gradients\n(dash: predicted)")
     axes.set_xlabel("prompt tokens : response tokens : rollouts")
-    axes.legend(frameon=False)
+    without_frame(axes)
+    legend_beside(axes)
     return drawn

@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-STOCK, PREFIX, FLOOR = "#9aa5b1", "#3b6ea5", "#d0672c"
+from megatron_prefix.lab.view.style import FLOOR, PREFIX, STOCK, without_frame
+
 RUNS = {
     "stock": ("stock schedule", STOCK, "-"),
     "reordered": ("stock schedule, other order", FLOOR, ":"),
@@ -75,7 +76,7 @@ def _finish(axes: Axes, title: str) -> None:
     axes.set_xlabel("step")
     numbers: Any = axes.lines[0].get_xdata()
     axes.set_xticks(_ticks(int(numbers[0]), int(numbers[-1])))
-    axes.spines[["top", "right"]].set_visible(False)
+    without_frame(axes)
 
 
 def _ticks(first: int, last: int) -> list[int]:
