@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.figures import ROOT, Row, read, table
+from benchmarks.trainers import which_runs
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.trainers.table import TRAINERS
 from megatron_prefix.trainers.trainer import Trainer
@@ -124,6 +125,16 @@ def called(layout: Layout) -> str:
     return (" x ".join(names) or ONE) + " SP" * layout.sequence_parallel
 
 
+def as_called(layout: str) -> str:
+    """A trainer's layout by the names of `called`; what says more than ranks stays as it is."""
+    if layout in ("1", "1 rank"):
+        return ONE
+    if not re.fullmatch(r"[A-Z\dx ]+", layout):
+        return layout
+    sizes = re.findall(r"[A-Z]+\d+", layout)
+    return " x ".join(sizes) + " SP" * ("SP" in layout.split())
+
+
 def tested() -> Iterator[tuple[str, str, str]]:
     """Families, places and layouts that tests compare with the stock schedule, in fp64."""
     jobs = [("CPU", "one", ROWS), *(("CPU", *job) for job in ON_RANKS.items())]
@@ -165,22 +176,23 @@ def layouts_of(trainer: Trainer, rows: Iterable[Row]) -> tuple[list[str], list[s
         if row["figures"].get("second_step", "shared") == "stock schedule":
             continue
         for one in re.split(r"[,;] ", row["layout"]):
-            layouts[{"1": "1 rank", "one rank": "1 rank"}.get(one, one)] = None
+            layouts[as_called(one)] = None
         forms |= dict.fromkeys(row["subject"].split(":")[:1])
     return [*layouts], [*forms]
 
 
 def trainers(rows: Sequence[Row]) -> str:
-    """A line for each trainer: versions, layouts and forms that ran, and what it is refused."""
+    """A line for each trainer: versions, models, layouts and forms that ran, and what it is
+    refused."""
     lines = []
     for one in TRAINERS:
         layouts, forms = layouts_of(one, rows)
         page = f"trainers/{one.name.lower().replace('-', '_')}.md"
+        listed = [", ".join(some) for some in (one.tried, which_runs.models_of(one), layouts)]
         refused = "; ".join(refusal.name for refusal in one.refused)
-        cells = [", ".join(one.tried), ", ".join(layouts), str(len(forms)), refused]
-        lines.append([f"[{one.name}]({page})", *cells])
-    head = ["trainer", "versions that ran", "layouts, on the CPU", "forms and losses", "refused"]
-    return table(head, lines)
+        lines.append([f"[{one.name}]({page})", *listed, str(len(forms)), refused])
+    head = ["trainer", "versions that ran", "models", "layouts, on the CPU", "forms and losses"]
+    return table([*head, "refused"], lines)
 
 
 def runs_of(model: str, rows: Iterable[Row]) -> str:

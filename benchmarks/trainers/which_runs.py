@@ -1,7 +1,8 @@
 """The table in docs/validation.md of what ran in which trainer, made of what the tests run.
 
-Layouts and forms are those of run_sources.py, and those that fall back; families of models are
-those that test_own_delta.py and test_vision_models.py build from trainers' sources.
+Forms are those of run_sources.py, and those that fall back. Families of models, for
+docs/support.md, are those that test_own_delta.py and test_vision_models.py build from trainers'
+sources.
 
 python -m benchmarks.trainers.which_runs    # writes it
 """
@@ -9,7 +10,7 @@ python -m benchmarks.trainers.which_runs    # writes it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from benchmarks.trainers import run_sources, test_own_delta, vision_models
 from megatron_prefix import trainers
@@ -48,8 +49,9 @@ def parts(layout: str) -> tuple[str, list[str]]:
     return " ".join(ranks).upper(), [one for one in words if one not in ranks]
 
 
-def models_of(trainer: Trainer, layouts: Iterable[str]) -> Iterator[str]:
+def models_of(trainer: Trainer) -> Iterator[str]:
     """Families of models whose modules ran, of the trainer or of Megatron."""
+    layouts = shared_layouts(trainer)
     if layouts:
         yield "dense"
     if any(EXPERTS & {*parts(one)[1]} for one in layouts):
@@ -62,12 +64,18 @@ def models_of(trainer: Trainer, layouts: Iterable[str]) -> Iterator[str]:
             yield model
 
 
+def shared_layouts(trainer: Trainer) -> list[str]:
+    """Names of layouts whose steps share."""
+    known = [*sources_of(trainer)]
+    stock = {name for one in known for name in one.stock}
+    return [name for one in known for name in one.layouts if name not in stock]
+
+
 def row(trainer: Trainer) -> str:
     """A trainer's line of the table."""
     known = [*sources_of(trainer)]
     stock = {name: refusal for one in known for name, refusal in one.stock.items()}
-    layouts = [name for one in known for name in one.layouts if name not in stock]
-    words = dict.fromkeys(WORDS[word] for one in layouts for word in parts(one)[1])
+    words = dict.fromkeys(WORDS[word] for one in shared_layouts(trainer) for word in parts(one)[1])
     fallen: dict[str, list[str]] = {}
     for name, refusal in stock.items():
         where, forms = parts(name)
@@ -76,14 +84,14 @@ def row(trainer: Trainer) -> str:
         if not {*told} & {*names}:  # not what falls back in one rank, or in any form, too
             names.append(", ".join(filter(None, told)))
     reasons = "; ".join(f"{' / '.join(names)}: {reason}" for reason, names in fallen.items())
-    cells = [trainer.name, ", ".join(models_of(trainer, layouts)), ", ".join(words), reasons]
-    return "| " + " | ".join(cells if known else [*cells[:1], "read only", "", ""]) + " |"
+    cells = [trainer.name, ", ".join(words), reasons]
+    return "| " + " | ".join(cells if known else [*cells[:1], "read only", ""]) + " |"
 
 
 def documented() -> str:
     """The table as docs/validation.md has it."""
-    head = "| trainer | models | forms and objectives | stock schedule in mode `auto` |"
-    lines = [head, "|---|---|---|---|"]
+    head = "| trainer | forms and objectives | stock schedule in mode `auto` |"
+    lines = [head, "|---|---|---|"]
     return "\n".join([*lines, *map(row, trainers.TRAINERS)]) + "\n"
 
 

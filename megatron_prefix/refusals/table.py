@@ -109,7 +109,7 @@ FP8_HEAD = _option("fp8_output_proj", NOT_YET, "turn it off: the output layer ru
 FP4 = _option("fp4", NOT_YET, "train in bf16 or in FP8: FP4 was not tested; scales of whole tensors and stochastic rounding would have to be off")
 QUANT_RECIPE = _option("quant_recipe", WRONG, f"leave it out: {_SCALES}")
 MTP_REPEATED = _option("mtp_use_repeated_layer with global_aux_loss", NOT_YET, "use aux_loss or seq_aux_loss: the router's running average goes from depth to depth", partial(_repeats_with, kinds=("global_aux_loss",)), "mtp_use_repeated_layer")
-MTP_MIXED = _option("mtp_hsm", WRONG, "turn it off: it mixes what later positions have made into a position")
+MTP_MIXED = _option("mtp_hsm", WRONG, "turn it off: it mixes hidden states of later positions into earlier ones")
 MTP_ALONE = _option("mtp_standalone", NOT_YET, "put multi-token prediction on the last stage, with the loss")
 MTP_OUTPUT = _option("mtp_isolated_loss", NOT_YET, "use mtp_detach_heads, which replaces this option")
 QK_CLIP = _option("qk_clip", NOT_YET, f"use the stock schedule: {_LARGEST}")
@@ -173,7 +173,7 @@ ROUTES_IN_ORDER = Refusal("layer …'s router takes its routes from a queue that
 OTHER_MIXER = Refusal("layer …'s mixer …", "module", NOT_YET, "use Megatron's own attention, GatedDeltaNet or MambaMixer, or the stock schedule")
 OTHER_SYMBOLS = Refusal("hybrid layers …", "module", NOT_YET, "use the symbols M (Mamba2), G (GatedDeltaNet), * (attention), - (MLP) and E (experts)")
 OWN_POSTPROCESS = Refusal("…'s own _postprocess, with multi-token prediction", "module", NOT_YET, "use that of Megatron's GPTModel (verl's, mbridge's and ROLL's patches replace it), or the stock schedule")
-AHEAD_GIVEN = Refusal("multi-token prediction in a vision-language model", "module", NOT_YET, "build it without: the next position's input is an embedding that is given, and its positions are three")
+AHEAD_GIVEN = Refusal("multi-token prediction in a vision-language model", "module", NOT_YET, "build it without: the embedding of the next token comes from the call, and each token has three positions")
 AHEAD_CUT_OFF = Refusal("multi-token prediction with verl's detach_encoder and full recomputation, in which its layers get no gradient", "module", NOT_YET, "set recompute_granularity to selective or none, or detach_encoder to False")
 SPLIT_IMAGES = Refusal("…, whose context-parallel ranks share the images of a call", "module", WRONG, "freeze its vision tower, or leave context parallelism out: a rank gets no gradient of its images from rows of other ranks, so that gradients depend on which copy of an image it has")
 IMAGES_OF_RANKS = Refusal("…, whose tensor- and context-parallel ranks share the images of a call", "module", WRONG, "freeze its vision tower (ROLL: freeze_module_prefix), or leave both out: a rank gets no gradient of its images from rows of other ranks, so that gradients depend on which copy of an image it has")
@@ -276,7 +276,7 @@ FORWARD_GRAPH = Refusal("results of a call with forward_only need gradients", "o
 
 # --- routes ---------------------------------------------------------------------------------------
 
-SOME_ROUTES = Refusal("some microbatches have routes and some have none", "routes", NOT_YET, "give all or none")
+SOME_ROUTES = Refusal("some microbatches have routes and some have none", "routes", NOT_YET, "give routes to all or to none")
 NUMBER_OF_ROUTES = Refusal("… routes for … positions", "routes", NOT_YET, "give one route for each position")
 RECORDS_ROUTES = Refusal("RouterReplay records routes, and segments run in another order than microbatches", "routes", NOT_YET, "run this pass with the stock schedule (mode off)")
 AHEAD_ROUTES = Refusal("a router of multi-token prediction that replays", "routes", NOT_YET, "set no action on it, so that it chooses for itself: routes are of the decoder's layers")

@@ -41,7 +41,7 @@ FACTS = {
     "tokens, received from other ranks": "{received:n}",
 }
 MORE_FACTS = {
-    "gradient error against fp32, of stock's": "{grad_error_ratio_p50:.3f} median,"
+    "gradient error against fp32, over stock's": "{grad_error_ratio_p50:.3f} median,"
     " {grad_error_ratio_max:.3f} most, over {draws} draws (at most {tolerance:.2f}, chance aside)",
     "rollouts dropped by --max-tokens": "{dropped}",
     "verdict": "{verdict}",

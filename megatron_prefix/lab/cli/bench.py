@@ -72,7 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_memory.add_arguments(parser)
     add_model(parser, model="tiny-llama", dtype="float32")
     arguments.add_layout(parser)
-    arguments.add_lengths(parser)
+    text = "cut prompts and other spans longer than N into chunks; 0: never (default {}). auto is"
+    text += " refused here: `plan --chunk-tokens auto` finds a length"
+    arguments.add_lengths(parser, {"chunk_tokens": text})
     arguments.add_messages(parser)
 
 

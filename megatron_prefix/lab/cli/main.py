@@ -19,6 +19,7 @@ import io
 import logging
 import os
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -60,12 +61,19 @@ words:
   one rollout ends in. More: docs/how-it-works.md"""
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps names such as tiny-llama on one line, so that they can be searched for and copied."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with errors of one line, and with examples printed unchanged."""
 
     def __init__(self, **options: Any) -> None:
         defaults: dict[str, Any] = dict(
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             allow_abbrev=False,  # abbreviations would break when an option is added
         )
         super().__init__(**{**defaults, **options})
