@@ -31,6 +31,16 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("search", deadline=None, max_examples=500, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+LONGEST = (
+    "test_cases", "test_cases_on_ranks", "test_cases_of_trainers", "test_oracle", "test_mtp_newer",
+    "test_packaging", "test_graphs", "test_cases_across_ranks", "test_two_nodes", "test_verl",
+    "test_vision", "test_out_of_memory", "test_train", "test_byte_meter", "test_overlap",
+    "test_quantised", "test_pretrain", "test_fp8", "test_cases_with_graphs", "test_deal",
+    "test_joint_lengths", "test_failures", "test_replay", "test_resume", "test_hybrid_memory",
+    "test_benchmarks", "test_segments", "test_across_step", "test_fusion", "test_site",
+)  # fmt: skip
+"""Files of tests that take most time, longest first (pytest --durations=0)."""
+
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
@@ -83,12 +93,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begins with files that have slow tests, and skips GPU tests where there is no GPU.
+    """Begins with the longest files, then those with slow tests, and skips GPU tests where there is
+    no GPU.
 
     Workers take file after file: a long one that begins last would leave the others idle.
     """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (place.get(item.path.stem, len(place)), item.path not in slow))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="torch sees no CUDA device")
