@@ -314,8 +314,9 @@ def _copied_nodes(roots: list[Node]) -> list[Node]:
 
 
 def _chunked(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) -> Sequence[Node]:
-    """Cuts every node longer than `chunk_tokens` into a chain of nearly equal chunks. Where these
-    are padded, all but the last have a length that is not: rows of the chain are one interval."""
+    """Cuts every node longer than `chunk_tokens` into a chain of nearly equal chunks. Where lengths
+    are evened, all but the last chunk have such a length already: no padding stands between them,
+    and rows of the chain are one interval."""
     longest, step = options.rounded(options.chunk_tokens), options.boundary
     if not longest:
         return roots
@@ -329,7 +330,7 @@ def _chunked(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) 
         end = node.end
         if options.loss_in_leaves:
             end = min(end, *(first[m] for m in node.members))
-        end = node.end if end == node.end else options.rounded(end)
+        end = end if end == node.end else node.start + (end - node.start) // step * step
         bounds = equal_bounds(node.start, end, longest, step)
         if end < node.end:
             bounds.append(node.end)

@@ -1,16 +1,21 @@
 """The examples run as their docstrings say, and the one-line change of a trainer's loop is one."""
 
 import contextlib
+import importlib
 import io
+import json
 import re
 import runpy
+import sys
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from benchmarks import how_it_works_picture
-from megatron_prefix.lab.numerics import tolerance
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.numerics import relative_error, tolerance
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.fork_server import forked_module
@@ -117,3 +122,56 @@ def test_sharing_is_a_change_of_one_line_and_the_losses_stay(tmp_path):
     for before, after in zip(stock, shared, strict=True):
         assert after == pytest.approx(before, rel=tolerance(torch.float32, 1272))
     assert stock[0] != stock[1]
+
+
+def test_a_policy_trains_on_rollouts_of_its_own_with_both_schedules(tmp_path):
+    sizes = {"demonstrated": 16, "records": 2, "updates": 2, "groups": 2, "prompt-tokens": 64}
+    options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    said = run("rl_run/run.py", "--output", str(tmp_path), "--runs", "stock", "prefix", *options)
+    assert "stock and prefix: rewards differ by" in said
+    rows = [json.loads(line) for line in (tmp_path / "updates.jsonl").read_text().splitlines()]
+    stock, shared = rows[:2], rows[2:]
+    assert [row["run"] for row in rows] == ["stock"] * 2 + ["prefix"] * 2
+    # From the same weights and seeds: the first update has the same rollouts.
+    assert stock[0]["raw_tokens"] == shared[0]["raw_tokens"]
+    assert shared[0]["executed_tokens"] < stock[0]["executed_tokens"] / 2
+    assert stock[0]["reward"] > 0 and stock[0]["grad_norm"] > 0
+    for name in ("loss", "grad_norm", "entropy"):
+        limit = tolerance(torch.float32, stock[0]["raw_tokens"])
+        assert shared[0][name] == pytest.approx(stock[0][name], rel=limit, abs=limit)
+    script = REPOSITORY / "examples" / "rl_run" / "run.py"
+    again = forked_module(script, "--output", str(tmp_path), cwd=REPOSITORY)
+    assert again.returncode == 2 and "has files already" in again.stderr
+
+
+@pytest.fixture
+def sampler(monkeypatch):
+    """The example's modules."""
+    monkeypatch.syspath_prepend(REPOSITORY / "examples" / "rl_run")
+    modules = [importlib.import_module(name) for name in ("records", "sampler")]
+    yield modules
+    for module in modules:
+        del sys.modules[module.__name__]
+
+
+def test_samples_are_of_the_models_own_distribution(sampler, on_one_rank):
+    """What the cache says of a token is what a forward pass over all tokens says."""
+    records, sampling = sampler
+    task = records.Task(60)
+    asked = [task.records(1, 0, number)[0].prompt(0) for number in range(3)]
+    prompts = torch.stack([torch.from_numpy(prompt).long() for prompt in asked])
+    model = unwrap(build_model(resolve("tiny-llama", vocab_size=records.VOCABULARY))[0])
+    told, draws = [], torch.Generator().manual_seed(0)
+    stock = sampling._next
+    sampling._next = lambda *arguments: told.append(stock(*arguments)) or told[-1]
+    answers = sampling.sample(model, prompts, 4, 5, records.END, draws)
+    sampling._next = stock
+    assert model.training and len(answers.lists()) == 12
+    tokens = torch.cat([prompts.repeat_interleave(4, 0), answers.tokens], 1)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        whole = model.eval()(tokens, positions, None)[:, prompts.shape[1] - 1 : -1]
+    told[0] = told[0].repeat_interleave(4, 0)
+    cached, limit = torch.stack(told, 1), tolerance(torch.float32, tokens.numel())
+    assert relative_error(cached, whole) <= limit
+    assert relative_error(cached[:, 1:], whole[:, :-1]) > limit

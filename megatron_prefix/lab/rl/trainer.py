@@ -8,19 +8,21 @@ equally often; data-parallel ranks have their own groups and sum up gradients an
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.measure.stopwatch import TimedActions
 from megatron_prefix.lab.data.rollouts import Group
-from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import ModelSpec
+from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl import batches, flops, loss, metrics, packing, passes, routes
 from megatron_prefix.lab.rl.baseline import packs_of
@@ -125,6 +127,19 @@ class Trainer:
     def report(self) -> StepReport | None:
         """What this rank's last update did; None before it, and in mode "off"."""
         return self.schedule.report
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the rank's weights, by name in the whole model."""
+        chunks = map(unwrap, self.chunks)
+        return {n: p.detach().clone() for chunk in chunks for n, p in global_parameters(chunk)}
+
+    def start_from(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copies weights of `weights` into the model, its optimizer and the reference."""
+        with torch.no_grad():
+            for chunk in map(unwrap, (*self.chunks, *self._reference)):
+                for name, parameter in global_parameters(chunk):
+                    parameter.copy_(weights[name])
+        self.optimizer.reload_model_params()
 
     def step(self) -> CompletedStep:
         """The next step.

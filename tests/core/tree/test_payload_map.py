@@ -107,6 +107,20 @@ def test_a_padded_prompt_is_one_block_of_keys():
     assert [len(levels) for levels in found.levels] == [0, 1, 1, 1]
 
 
+def test_a_rollout_in_chunks_up_to_its_loss_is_one_block_of_keys():
+    """Its last chunk, which has the loss, has the padding."""
+    rollouts, groups = flat_rollouts(prefix=45, suffix=11, num=1, num_groups=1)
+    options = TreeOptions(
+        min_gain=0, chunk_tokens=20, segment_tokens=40, even=64, loss_in_leaves=True
+    )
+    segments = build(rollouts, groups, options).segments
+    assert [[span.padded for span in segment.spans] for segment in segments] == [
+        [14], [14], [16], [12],
+    ]  # fmt: skip
+    found = check_program(segments, [("F", index) for index in range(len(segments))])
+    assert [len(levels) for levels in found.levels] == [0, 1, 1, 1]
+
+
 def chained(chunk_tokens=4, num_groups=2):
     """Per group three chunks of 3, 3 and 4 positions, and a wave; the groups apart."""
     rollouts, groups = flat_rollouts(prefix=10, suffix=4, num=2, num_groups=num_groups)

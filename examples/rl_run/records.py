@@ -1,0 +1,107 @@
+"""The task: find a record among many and say its value.  Pure.
+
+A prompt is a few thousand tokens of records and one question:
+
+    key key : d d d ;   key key : d d d ;   ...   ? key key :
+
+The answer is the three digits of the asked key's record, and a last token. A rule gives the reward:
+the share of these four tokens that are right, in their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_prefix.lab.data.rollouts import Group, Rollout
+
+DIGITS, END, ASK, IS, NEXT, FIRST_KEY = 10, 10, 11, 12, 13, 14
+KEY_TOKENS = 50
+VOCABULARY = FIRST_KEY + KEY_TOKENS
+VALUE = 3
+"""Digits of a value."""
+RECORD, QUESTION = 4 + VALUE, 4
+"""Tokens of each."""
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records with keys that differ.
+
+    Attributes:
+        keys: int32 [records, 2].
+        values: int32 [records, VALUE], digits.
+    """
+
+    keys: Tokens
+    values: Tokens
+
+    @property
+    def tokens(self) -> Tokens:
+        """All records, one after another."""
+        ends = np.full((len(self.keys), 2), (IS, NEXT), np.int32)
+        return np.hstack([self.keys, ends[:, :1], self.values, ends[:, 1:]]).reshape(-1)
+
+    def prompt(self, asked: int) -> Tokens:
+        """The records and the question for one of them."""
+        return np.concatenate([self.tokens, [ASK, *self.keys[asked], IS]]).astype(np.int32)
+
+    def answer(self, asked: int) -> Tokens:
+        """What is right."""
+        return np.append(self.values[asked], END).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts of one length.
+
+    Attributes:
+        prompt_tokens: of a prompt at most, its question included.
+        seed: equal seeds give equal prompts.
+    """
+
+    prompt_tokens: int
+    seed: int = 0
+    num_records: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_records", (self.prompt_tokens - QUESTION) // RECORD)
+
+    def records(self, *number: int) -> tuple[Records, Tokens]:
+        """Records and the order in which they are asked for, by number."""
+        draw = np.random.default_rng((self.seed, *number))
+        pairs = draw.choice(KEY_TOKENS**2, self.num_records, replace=False)
+        keys = FIRST_KEY + np.stack(np.divmod(pairs, KEY_TOKENS), axis=1)
+        values = draw.integers(DIGITS, size=(self.num_records, VALUE))
+        order = draw.permutation(self.num_records).astype(np.int32)
+        return Records(keys.astype(np.int32), values.astype(np.int32)), order
+
+    def demonstrations(self, number: int, questions: int) -> Group:
+        """Right answers to several questions about the same records, each with advantage 1, so that
+        the policy gradient is that of their likelihood."""
+        records, order = self.records(0, number)
+        rollouts = [
+            rollout(f"demonstration-{number}", asked, records.prompt(asked), records.answer(asked))
+            for asked in order[:questions].tolist()
+        ]
+        return Group(f"demonstration-{number}", tuple(rollouts))
+
+
+def rollout(
+    group: str, uid: int, prompt: Tokens, answer: Tokens, reward: float | None = None
+) -> Rollout:
+    """A prompt and its answer, all of which is trained; without a reward a demonstration."""
+    length = len(prompt) + len(answer)
+    return Rollout(
+        group, str(uid), np.concatenate([prompt, answer]), len(prompt), ((len(prompt), length),),
+        1.0 if reward is None else reward, 1.0 if reward is None else None,
+    )  # fmt: skip
+
+
+def reward(answer: Sequence[int], right: Tokens) -> float:
+    """The share of the right tokens that an answer has in their places, 0 to 1."""
+    return sum(map(int.__eq__, answer, right.tolist())) / len(right)
