@@ -136,8 +136,10 @@ def arguments() -> argparse.Namespace:
         "--kl", type=float, default=0.0, help="weight of the KL to the first policy"
     )
     for name in GIVEN:
-        help_ = f"default: {' or '.join(str(getattr(s, name)) for s in SCALES.values())}"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=whole_number, metavar="N", help=help_)
+        text = f"default: {' or '.join(str(getattr(s, name)) for s in SCALES.values())}"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=whole_number, metavar="N", help=text
+        )
     return parser.parse_args()
 
 

@@ -124,12 +124,14 @@ def test_sharing_is_a_change_of_one_line_and_the_losses_stay(tmp_path):
     assert stock[0] != stock[1]
 
 
-def test_a_policy_trains_on_rollouts_of_its_own_with_both_schedules(tmp_path):
+def test_a_policy_trains_on_rollouts_of_its_own(tmp_path):
     sizes = {"demonstrated": 16, "records": 2, "updates": 2, "groups": 2, "prompt-tokens": 64}
     options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     said = run("rl_run/run.py", "--output", str(tmp_path), "--runs", "stock", "prefix", *options)
     assert "stock and prefix: rewards differ by" in said
-    rows = [json.loads(line) for line in (tmp_path / "updates.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "updates.jsonl").read_text("utf-8").splitlines()
+    ]
     stock, shared = rows[:2], rows[2:]
     assert [row["run"] for row in rows] == ["stock"] * 2 + ["prefix"] * 2
     # From the same weights and seeds: the first update has the same rollouts.
