@@ -312,7 +312,7 @@ class ByteMeter:
         for share, stages in local.items():
             known = self._costs.num_bytes[share]
             for stage, count in stages.items():
-                known[stage] = StageBytes(*map(_to_bits, count.numbers(known.get(stage))))
+                known[stage] = StageBytes(*map(to_bits, count.numbers(known.get(stage))))
             self._costs.overheads[share] = overheads[share] or self._costs.overheads[share]
         self._local = {False: {}, True: {}}
 
@@ -355,7 +355,7 @@ def of_all_ranks(ranks: Iterable[StageCounts]) -> StageCounts:
     return together
 
 
-def _to_bits(number: float) -> float:
+def to_bits(number: float) -> float:
     """To the nearest of so many binary digits."""
     if not 0 < number < math.inf:
         return 0.0
