@@ -1003,15 +1003,15 @@ _BYTES = (
     _bytes(
         "gradients-of-keys-are-free",
         "plan/memory.py",
-        "return values + (sum(gradients for _, gradients in layers) if self._returned else 0.0)",
-        "return values",
+        "self._cache += stages.values[of_chunk] * live + stages.gradients[of_chunk] * returned",
+        "self._cache += stages.values[of_chunk] * live",
         "tests/core/plan/test_memory_policy.py",
     ),
     _bytes(
         "what-runs-again-is-free",
         "plan/memory.py",
-        'return saved * (action.kind == "B")',
-        "return 0.0",
+        "again = self._at(segments.again(saved, policy)) * (",
+        "again = 0.0 * (",
         "tests/core/plan/test_memory_policy.py",
     ),
 )

@@ -9,10 +9,10 @@ they are of one rank: guessed from FLOPs until actions have been measured (featu
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +59,12 @@ def segment_work(segment: Segment) -> Work:
     if visible is None:  # upper bound: common ancestors of several parents count repeatedly
         visible = sum({span.parent: span.start for span in segment.spans}.values())
     return Work(positions, segment.num_read, pairs, 1, calls, visible)
+
+
+@functools.lru_cache(maxsize=4)
+def works(segments: tuple[Segment, ...]) -> tuple[Work, ...]:
+    """The forwards of all segments."""
+    return tuple(map(segment_work, segments))
 
 
 def stock_work(forest: Forest, microbatch_of: Sequence[int] | None = None) -> Work:
@@ -191,7 +197,7 @@ class CostModel:
         """Prices of forwards."""
         return Work(*self.prices[: len(Work._fields)])
 
-    @cached_property
+    @functools.cached_property
     def _vector(self) -> Features:
         return np.array(self.prices)
 

@@ -12,14 +12,19 @@ every kind of layer says (layers/kind.py, `payload`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.tree import Segment
-from megatron_prefix.tree.payload_map import Form, PayloadMap, payload_map
+from megatron_prefix.tree.payload_map import Arenas, Form
+from megatron_prefix.tree.views import LevelKeys, Views, views_of
 
 MESSAGES = 4
 """Receives posted ahead and sends under way, both directions together (run/execute/messages.py)."""
@@ -29,6 +34,9 @@ runs, the next, and for gK/gV those on their way back (features/host/arena.py)."
 LAYERS_LOADED = 3
 """Layers of an offloaded segment on the device at once (features/host/segment.py)."""
 
+PARTICLE = 2.0**-20
+"""Of a byte. What segments keep is a multiple of it, so sums are exact, in whatever order."""
+
 Sizes = Sequence[tuple[float, float]]
 """Per layer the bytes of its payload, and of its gradient."""
 
@@ -36,6 +44,11 @@ Sizes = Sequence[tuple[float, float]]
 class Buffers(Protocol):
     """Memory of further messages of a model chunk, beyond those between stages, while its program
     runs."""
+
+    @property
+    def crosses(self) -> bool:
+        """Whether there are any."""
+        ...
 
     @property
     def held(self) -> float:
@@ -119,6 +132,19 @@ class RankMemory:
     exchanged: float = 0.0
 
 
+class PlanBytes(Protocol):
+    """Memory of a plan with any policies, `()` where all retain."""
+
+    def peaks(self, policies: tuple[str, ...]) -> tuple[RankMemory, ...]:
+        """Of every rank of the plan's pipeline."""
+        ...
+
+    def saved(self, policies: tuple[str, ...]) -> Sequence[float]:
+        """Per segment the bytes that layers of a rank save if its policy leaves that on the device;
+        of the stage that saves most."""
+        ...
+
+
 class MemoryModel(Hashable, Protocol):
     """What says how much memory a plan takes: measured numbers, or others in their place."""
 
@@ -127,12 +153,12 @@ class MemoryModel(Hashable, Protocol):
     @property
     def act(self) -> float: ...
 
-    def peaks(self, plan: Plan) -> tuple[RankMemory, ...]:
-        """Of every rank of a plan's pipeline."""
+    def of(self, plan: Plan) -> PlanBytes:
+        """Memory of a plan; its own policies are ignored."""
         ...
 
-    def saved(self, plan: Plan, index: int) -> float:
-        """Bytes that layers of a rank save of a segment whose policy leaves that on the device."""
+    def peaks(self, plan: Plan) -> tuple[RankMemory, ...]:
+        """Of every rank of a plan's pipeline."""
         ...
 
 
@@ -166,225 +192,13 @@ class Footprint:
     state_grad: float = 0.0
     buffers: BuffersOf | None = None
 
+    def of(self, plan: Plan) -> PlanMemory:
+        """See MemoryModel."""
+        return _plan_memory(replace(plan, policies=()), self)
+
     def peaks(self, plan: Plan) -> tuple[RankMemory, ...]:
         """See MemoryModel."""
-        return _of_ranks(plan, self)
-
-    def saved(self, plan: Plan, index: int) -> float:
-        """See MemoryModel; of the stage that saves most."""
-        stages = (self._saved(plan, index, numbers) for numbers in self.stages)
-        return max(stages, default=0.0) * plan.num_chunks
-
-    def positions(self, segment: Segment) -> float:
-        """Positions of a segment on a rank."""
-        return segment.padded_length / self.parts
-
-    def _saved(self, plan: Plan, index: int, numbers: StageBytes) -> float:
-        segment = plan.segments[index]
-        row = numbers.inner if segment.inner else numbers.wave
-        row -= self.act * (plan.policy(index) == "recompute_act")
-        kept = self.positions(segment) * max(0.0, row) + numbers.span * continued(segment)
-        return kept + self._scored(segment, numbers)
-
-    def _scored(self, segment: Segment, numbers: StageBytes) -> float:
-        """A context-parallel rank may have all positions that carry loss."""
-        return numbers.scored * min(self.positions(segment), segment.num_read)
-
-    def kept(self, plan: Plan, action: Action, stage: int) -> float:
-        """Bytes of a segment between its forward and its backward on a stage."""
-        segment, policy = plan.segments[action.segment], plan.policy(action.segment)
-        if segment.source >= 0:  # another rank computes it
-            is_scored = segment.scored and stage == plan.num_stages - 1
-            return self.positions(segment) * self.message * is_scored
-        received = self.positions(segment) * self.message * (stage > 0)
-        if policy == "recompute":
-            return received
-        if policy == "offload":
-            return received + self._scored(segment, self.stages[stage])
-        return received + self._saved(plan, action.segment, self.stages[stage])
-
-    def again(self, plan: Plan, action: Action, stage: int) -> float:
-        """Bytes that an action makes again, or loads."""
-        policy, saved = plan.policy(action.segment), 0.0
-        if policy in ("recompute", "offload") and plan.segments[action.segment].source < 0:
-            saved = self._saved(plan, action.segment, self.stages[stage])
-        if policy == "offload":
-            return saved * min(1.0, LAYERS_LOADED / self.layers)
-        if policy == "recompute_act":  # a layer at a time
-            saved = self.positions(plan.segments[action.segment]) * self.act / self.layers
-        return saved * (action.kind == "B")
-
-
-def continued(segment: Segment) -> int:
-    """Spans of a wave that have a parent; what an inner segment keeps of them is in its
-    positions."""
-    return 0 if segment.inner else sum(span.parent is not None for span in segment.spans)
-
-
-class Load(NamedTuple):
-    """A rank's memory while an action runs; parts as of RankMemory.
-
-    Attributes:
-        positions: of the action's segment, which `moment` of the stage is multiplied by.
-    """
-
-    action: Action
-    kept: float
-    cache: float
-    moment: float
-    held: tuple[tuple[int, float], ...]
-    staged: float
-    cache_staged: float
-    exchanged: float
-    positions: float
-
-    @property
-    def used(self) -> float:
-        return self.kept + self.cache + self.moment
-
-
-@functools.lru_cache(maxsize=16)
-def _of_ranks(plan: Plan, footprint: Footprint) -> tuple[RankMemory, ...]:
-    programs = (program_loads(plan, footprint, rank) for rank in range(plan.num_ranks))
-    return tuple(_highest([*program]) for program in programs)
-
-
-def _highest(program: Sequence[Load]) -> RankMemory:
-    if not program:
-        return RankMemory(0.0, Action("F", 0))
-    most = max(program, key=lambda load: load.used)
-    return RankMemory(
-        most.used, most.action, most.kept, most.cache, most.moment, most.held,
-        cache_peak=max(load.cache for load in program),
-        cache_staged=max(load.cache_staged for load in program),
-        staged=max(load.staged for load in program),
-        exchanged=max(load.exchanged for load in program),
-    )  # fmt: skip
-
-
-def program_loads(plan: Plan, footprint: Footprint, rank: int) -> Iterator[Load]:
-    """A rank's memory in every action of its program."""
-    arenas = [_Arenas(plan, footprint, rank, chunk) for chunk in range(plan.num_chunks)]
-    buffers = _message_buffers(plan, footprint, rank, arenas)
-    whole = sum(footprint.positions(segment) for segment in plan.segments)
-    stages = [footprint.stages[plan.stage(rank, chunk)] for chunk in range(plan.num_chunks)]
-    before = whole * max(numbers.before for numbers in stages)
-    longest = max(map(footprint.positions, plan.segments), default=0.0)
-    messages = MESSAGES * footprint.message * longest if plan.num_ranks > 1 else 0.0
-    live: dict[tuple[int, int], float] = {}
-    away: dict[tuple[int, int], float] = {}
-    for action in plan.programs[rank]:
-        stage, key = plan.stage(rank, action.chunk), (action.chunk, action.segment)
-        segment, own = plan.segments[action.segment], arenas[action.chunk]
-        if action.kind == "F":
-            live[key] = footprint.kept(plan, action, stage)
-            if plan.policy(action.segment) == "offload":
-                saved = footprint._saved(plan, action.segment, footprint.stages[stage])
-                away[key] = saved - footprint._scored(segment, footprint.stages[stage])
-        own.begin(action)
-        positions = footprint.positions(segment) if segment.source < 0 else 0.0
-        again = footprint.again(plan, action, stage)
-        computing = footprint.stages[stage].moment * positions + own.moment(action)
-        posted, exchanged = _held(buffers, action) if buffers else (0.0, 0.0)
-        late = min(sum(arena.late for arena in arenas), live[key])
-        # Received payloads are in the sidecar before the action computes.
-        moment = messages + max(again + computing + exchanged, posted) - late
-        yield Load(
-            action, before + sum(live.values()), sum(arena.on_device for arena in arenas), moment,
-            tuple((index, size) for (_, index), size in live.items()), sum(away.values()),
-            sum(arena.on_host for arena in arenas), max(posted, exchanged), positions,
-        )  # fmt: skip
-        if action.kind == "B":
-            live.pop(key)
-            away.pop(key, None)
-            own.end(action)
-
-
-def _message_buffers(
-    plan: Plan, footprint: Footprint, rank: int, arenas: Sequence[_Arenas]
-) -> list[Buffers]:
-    make = footprint.buffers
-    if make is None:
-        return []
-    return [make(plan, rank, n, footprint, arena.map.visible) for n, arena in enumerate(arenas)]
-
-
-def _held(buffers: Sequence[Buffers], action: Action) -> tuple[float, float]:
-    """Bytes of buffers before an action waits for its messages, and after."""
-    buffers[action.chunk].post(action)
-    before = sum(of_chunk.held for of_chunk in buffers)
-    buffers[action.chunk].take(action)
-    return before, sum(of_chunk.held for of_chunk in buffers)
-
-
-class _Arenas:
-    """Memory of a model chunk's sidecar while a program runs.
-
-    Attributes:
-        map: where segments lie.
-        late: bytes of gradients that the running action adds layer by layer, while the saved
-            tensors of its segment are freed: all but one layer's, for a joined segment.
-    """
-
-    def __init__(self, plan: Plan, footprint: Footprint, rank: int, chunk: int) -> None:
-        payloads = footprint.payloads[plan.stage(rank, chunk)]
-        self.map: PayloadMap = payload_map(
-            plan.segments, plan.actions_of(rank, chunk), footprint.parts, footprint.shares,
-            [payload.form for payload in payloads],
-        )  # fmt: skip
-        rows = {payload.form: self.map.rows(payload.form).length for payload in payloads}
-        sizes = [(rows[of.form] * of.values, rows[of.form] * of.gradients) for of in payloads]
-        away = spread_evenly(len(sizes), footprint.host_layers)
-        self._away: Sizes = [sizes[layer] for layer in away]
-        self._near: Sizes = [size for layer, size in enumerate(sizes) if layer not in away]
-        # Levels are rows of positions; a row of another form may be a state of megabytes.
-        read = [payload for payload in payloads if payload.form is Form.POSITIONS]
-        self._a_position = max((of.values + of.gradients for of in read), default=0.0)
-        self._gathered = max((of.values for of in read), default=0.0)
-        self._shares, self._live, self._returned, self.late = footprint.shares, 0, False, 0.0
-
-    @property
-    def on_device(self) -> float:
-        return self._size(self._near)
-
-    @property
-    def on_host(self) -> float:
-        return self._size(self._away)
-
-    def _size(self, layers: Sizes) -> float:
-        values = sum(values for values, _ in layers) if self._live else 0.0
-        return values + (sum(gradients for _, gradients in layers) if self._returned else 0.0)
-
-    def moment(self, action: Action) -> float:
-        """Bytes that an action has for its duration: gradients of the ancestors' rows that it reads
-        at once, two layers' K/V if these are gathered from other ranks, and layers on the host."""
-        visible = [sum(level.keys) * self._shares for level in self.map.levels[action.segment]]
-        total = self._a_position * max(visible, default=0)
-        total += 2 * self._gathered * sum(visible) * (self._shares > 1)
-        if visible or self.map.positions.intervals[action.segment] is not None:
-            total += _sum_of_largest((values for values, _ in self._away), LAYERS_VISITED)
-            if action.kind == "B":
-                total += _sum_of_largest((grads for _, grads in self._away), GRADIENTS_VISITED)
-        return total
-
-    def begin(self, action: Action) -> None:
-        """Allocates for an action."""
-        if action.kind == "F":
-            self._live += self.map.positions.intervals[action.segment] is not None
-        elif self.map.levels[action.segment]:
-            if not (self._returned or self.map.positions.visible[action.segment]):
-                gradients = [of_layer for _, of_layer in self._near]
-                self.late = sum(gradients) - max(gradients, default=0.0)
-            self._returned = True
-
-    def end(self, action: Action) -> None:
-        """Frees after a backward."""
-        self._live -= self.map.positions.intervals[action.segment] is not None
-        self._returned, self.late = self._returned and self._live > 0, 0.0
-
-
-def _sum_of_largest(sizes: Iterator[float], num: int) -> float:
-    return sum(sorted(sizes, reverse=True)[:num])
+        return self.of(plan).peaks(plan.policies)
 
 
 def spread_evenly(num_layers: int, num_host: int) -> list[int]:
@@ -395,6 +209,302 @@ def spread_evenly(num_layers: int, num_host: int) -> list[int]:
         for layer in range(num_layers)
         if (layer + 1) * share // num_layers > layer * share // num_layers
     ]
+
+
+class _Stages:
+    """Arenas of K/V and gK/gV, by stage; each is a row a stage, [stages, 1].
+
+    Attributes:
+        values, gradients: bytes of the arenas on the device.
+        late: of `gradients` all but the largest layer's.
+        host_values, host_gradients: bytes of the arenas on the host.
+        visited, visited_back: of these the bytes on the device in a forward, and besides in a
+            backward.
+        a_position: bytes of a position of one layer's K/V and gradients.
+        gathered: of its K/V.
+    """
+
+    def __init__(self, footprint: Footprint, rows: Sequence[Mapping[Form, int]]) -> None:
+        columns = [self._of(footprint, stage, lengths) for stage, lengths in enumerate(rows)]
+        (
+            self.values, self.gradients, self.late, self.host_values, self.host_gradients,
+            self.visited, self.visited_back, self.a_position, self.gathered,
+        ) = np.array(columns, np.float64).reshape(-1, 9).T[:, :, None]  # fmt: skip
+
+    @staticmethod
+    def _of(footprint: Footprint, stage: int, lengths: Mapping[Form, int]) -> tuple[float, ...]:
+        payloads = footprint.payloads[stage]
+        sizes = [(lengths[of.form] * of.values, lengths[of.form] * of.gradients) for of in payloads]
+        host = spread_evenly(len(sizes), footprint.host_layers)
+        away: Sizes = [sizes[layer] for layer in host]
+        near: Sizes = [size for layer, size in enumerate(sizes) if layer not in host]
+        # Levels are rows of positions; a row of another form may be a state of megabytes.
+        read = [payload for payload in payloads if payload.form is Form.POSITIONS]
+        near_gradients = [gradients for _, gradients in near]
+        return (
+            sum(values for values, _ in near), sum(near_gradients),
+            sum(near_gradients) - max(near_gradients, default=0.0),
+            sum(values for values, _ in away), sum(gradients for _, gradients in away),
+            _sum_of_largest((values for values, _ in away), LAYERS_VISITED),
+            _sum_of_largest((gradients for _, gradients in away), GRADIENTS_VISITED),
+            max((of.values + of.gradients for of in read), default=0.0),
+            max((of.values for of in read), default=0.0),
+        )  # fmt: skip
+
+
+def _sum_of_largest(sizes: Iterator[float], num: int) -> float:
+    return sum(sorted(sizes, reverse=True)[:num])
+
+
+def continued(segment: Segment) -> int:
+    """Spans of a wave that have a parent; what an inner segment keeps of them is in its
+    positions."""
+    return 0 if segment.inner else sum(span.parent is not None for span in segment.spans)
+
+
+class _Segments:
+    """What a plan's segments take on the stages: [segments], or [stages, segments].
+
+    Attributes:
+        positions: on a rank.
+        computed: of these, what the rank computes itself.
+        own: whether it computes the segment.
+        inner, reads, reads_others: whether others read it, it reads any, or other segments.
+        scored_bytes: kept of positions that carry loss.
+    """
+
+    def __init__(self, plan: Plan, footprint: Footprint, views: Sequence[Views]) -> None:
+        segments, self._footprint = plan.segments, footprint
+        self.positions = np.array([s.padded_length / footprint.parts for s in segments], np.float64)
+        self.own = np.array([s.source < 0 for s in segments], bool)
+        self.computed = np.where(self.own, self.positions, 0.0)
+        self.inner = np.array([s.inner for s in segments], bool)
+        self.reads = np.array([bool(seen.levels) for seen in views], bool)
+        self.reads_others = np.array(
+            [bool(seen.segments - {index}) for index, seen in enumerate(views)], bool
+        )
+        numbers = np.array(footprint.stages, np.float64).reshape(-1, len(StageBytes._fields))
+        row = StageBytes(*numbers.T[:, :, None])
+        self._row = np.where(self.inner, row.inner, row.wave)
+        self._spans = row.span * np.array([continued(segment) for segment in segments])
+        # A context-parallel rank may have all positions that carry loss.
+        read = np.array([segment.num_read for segment in segments], np.float64)
+        self.scored_bytes = row.scored * np.minimum(self.positions, read)
+        stage = np.arange(len(numbers))[:, None]
+        message = self.positions * footprint.message
+        self._received = message * (stage > 0)
+        scored = np.array([segment.scored for segment in segments], bool)
+        self._of_others = message * (scored & (stage == plan.num_stages - 1))
+
+    def saved(self, light: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Bytes that layers save between forward and backward; of `light` segments less."""
+        row = np.maximum(0.0, self._row - self._footprint.act * light)
+        return self.positions * row + self._spans + self.scored_bytes
+
+    def kept(self, saved: NDArray[np.float64], policy: NDArray[Any]) -> NDArray[np.float64]:
+        """Bytes of a segment between its forward and its backward."""
+        layers = np.where(policy == "offload", self.scored_bytes, saved)
+        own = self._received + np.where(policy == "recompute", 0.0, layers)
+        return np.where(self.own, own, self._of_others)
+
+    def again(self, saved: NDArray[np.float64], policy: NDArray[Any]) -> NDArray[np.float64]:
+        """Bytes that a backward, or of an offloaded segment any action, makes again or loads."""
+        layers = self._footprint.layers
+        act = self.positions * self._footprint.act / layers  # a layer at a time
+        shares = {"offload": min(1.0, LAYERS_LOADED / layers), "recompute": 1.0}
+        again = np.where(policy == "recompute_act", act, 0.0)
+        for name, share in shares.items():
+            again = np.where(policy == name, self.own * saved * share, again)
+        return again
+
+
+class PlanMemory:
+    """Memory of all ranks in every action of a plan, with any policies.
+
+    Arrays are [ranks, actions of a rank]. What policies do not change is made once; what they
+    change is a running sum.
+
+    Attributes:
+        positions: of every action's segment, which the stage's `moment` is multiplied by.
+    """
+
+    def __init__(self, plan: Plan, footprint: Footprint) -> None:
+        self._plan, self._footprint, programs = plan, footprint, plan.programs
+        self._back = np.array([[kind == "B" for kind, *_ in each] for each in programs], bool)
+        self._segment, self._chunk = (
+            np.array([[action[n] for action in each] for each in programs], np.int64)
+            for n in (1, 2)
+        )
+        self._stage = self._chunk * plan.num_ranks + np.arange(plan.num_ranks)[:, None]
+        # Of every forward the place of its backward; a segment on a chunk has one of each.
+        pairs = (self._chunk * len(plan.segments) + self._segment).argsort(1, kind="stable")
+        self._until = np.full(pairs.shape, -1)
+        np.put_along_axis(self._until, pairs[:, ::2], pairs[:, 1::2], 1)
+        views = views_of(plan.segments, footprint.parts)
+        self._segments = _Segments(plan, footprint, views)
+        self._inner = self._segments.inner[self._segment]
+        self.positions = self._segments.computed[self._segment]
+        self._add_arenas(views)
+        self._posted, self._exchanged = self._buffers(views)
+        positions, stages = self._segments.positions, footprint.stages
+        before = [
+            max(stages[plan.stage(rank, chunk)].before for chunk in range(plan.num_chunks))
+            for rank in range(plan.num_ranks)
+        ]
+        self._before = positions.sum() * np.array(before)[:, None]
+        messages = MESSAGES * footprint.message * positions.max(initial=0.0)
+        self._messages = messages if plan.num_ranks > 1 else 0.0
+
+    def _add_arenas(self, views: Sequence[Views]) -> None:
+        """What is in the arenas during every action, and what an action has of them for its
+        duration: gradients of the ancestors' rows that it reads at once, two layers' K/V if these
+        are gathered from other ranks, and layers on the host."""
+        plan, footprint, num_ranks = self._plan, self._footprint, self._plan.num_ranks
+        arenas = Arenas(plan.segments, footprint.shares)
+        keys = LevelKeys(plan.segments, views, footprint.shares)
+        rows, longest = list[dict[Form, int]](), []
+        for chunk, rank in itertools.product(range(plan.num_chunks), range(num_ranks)):
+            on = self._inner[rank] & (self._chunk[rank] == chunk)
+            names = np.where(self._back[rank][on], "B", "F").tolist()
+            program = [*zip(names, self._segment[rank][on].tolist(), strict=True)]
+            payloads = footprint.payloads[len(rows)]
+            forms = {Form.POSITIONS, *(payload.form for payload in payloads)}
+            planned = {form: arenas.allocated(form, program) for form in forms}
+            rows.append({form: of_form.length for form, of_form in planned.items()})
+            longest.append(keys.most(planned[Form.POSITIONS].intervals))
+        stages = _Stages(footprint, rows)
+        own = stages.a_position * (np.array(longest, np.float64) * footprint.shares)
+        if footprint.shares > 1:
+            own += 2 * stages.gathered * (np.array(keys.total) * footprint.shares)
+        visits = self._segments.reads | self._segments.inner
+        own += stages.visited * visits
+        moment = np.array([numbers.moment for numbers in footprint.stages])[self._stage]
+        self._computing = moment * self.positions + np.where(
+            self._back, self._at(own + stages.visited_back * visits), self._at(own)
+        )
+        self._cache, self._host, self._late = (np.zeros(self._stage.shape) for _ in range(3))
+        for chunk in range(plan.num_chunks):
+            live, returned, is_first = self._arena_states(self._chunk == chunk)
+            of_chunk = slice(chunk * num_ranks, (chunk + 1) * num_ranks)
+            self._cache += stages.values[of_chunk] * live + stages.gradients[of_chunk] * returned
+            self._host += (
+                stages.host_values[of_chunk] * live + stages.host_gradients[of_chunk] * returned
+            )
+            self._late += stages.late[of_chunk] * is_first
+
+    def _arena_states(self, on: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], ...]:
+        """For the actions of a model chunk, flags of every action: K/V are there, gK/gV are there;
+        the action adds gK/gV layer by layer, while the saved tensors of its segment are freed, as
+        it reads no other segment's."""
+        forwards, backwards = on & ~self._back, on & self._back
+        ended = backwards & self._inner
+        num_live = (forwards & self._inner).cumsum(1) - ended.cumsum(1)  # after the action
+        returns = backwards & self._segments.reads[self._segment]
+        place = np.arange(on.shape[1])
+        returned = np.maximum.accumulate(np.where(returns, place, -1), 1)
+        freed = np.maximum.accumulate(np.where(backwards & (num_live <= 0), place, -1), 1)
+        freed, before = (
+            np.pad(places, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+            for places in (freed, returned)
+        )
+        is_first = returns & (before <= freed)
+        is_first &= ~self._segments.reads_others[self._segment]
+        return num_live + ended > 0, returned > freed, is_first
+
+    def _buffers(self, views: Sequence[Views]) -> tuple[NDArray[np.float64], ...]:
+        """Bytes of buffers before every action waits for its messages, and after."""
+        plan, make = self._plan, self._footprint.buffers
+        held = np.zeros((2, *self._stage.shape))
+        if make is None:
+            return held[0], held[1]
+        for rank, program in enumerate(plan.programs):
+            chunks = [
+                make(plan, rank, chunk, self._footprint, lambda index: views[index].segments)
+                for chunk in range(plan.num_chunks)
+            ]
+            for place, action in enumerate(program if any(of.crosses for of in chunks) else ()):
+                chunks[action.chunk].post(action)
+                held[0, rank, place] = sum(of_chunk.held for of_chunk in chunks)
+                chunks[action.chunk].take(action)
+                held[1, rank, place] = sum(of_chunk.held for of_chunk in chunks)
+        return held[0], held[1]
+
+    def _at(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Of every action the value of its stage and segment."""
+        return values[self._stage, self._segment]
+
+    def _running(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What there is during every action, if a forward adds a value and its backward ends it."""
+        values = np.rint(values / PARTICLE) * PARTICLE
+        change = np.where(self._back, 0.0, values)
+        change[:, 1:] -= np.where(self._back, values, 0.0)[:, :-1]
+        return change.cumsum(1)
+
+    def _names(self, policies: tuple[str, ...]) -> NDArray[Any]:
+        return np.array(policies or ("retain",) * len(self._plan.segments), object)
+
+    def saved(self, policies: tuple[str, ...]) -> list[float]:
+        """See PlanBytes."""
+        saved = self._segments.saved(self._names(policies) == "recompute_act")
+        return (saved.max(0) * self._plan.num_chunks).tolist()
+
+    def loads(self, policies: tuple[str, ...]) -> Loads:
+        """Bytes during every action."""
+        policy, segments = self._names(policies), self._segments
+        saved, away = segments.saved(policy == "recompute_act"), policy == "offload"
+        own = self._at(segments.kept(saved, policy))
+        again = self._at(segments.again(saved, policy)) * (self._back | away[self._segment])
+        # Received payloads are in the sidecar before the action computes.
+        at_once = np.maximum(again + self._computing + self._exchanged, self._posted)
+        moment = self._messages + at_once - np.minimum(self._late, own)
+        staged = self._running(self._at((saved - segments.scored_bytes) * away))
+        return Loads(self._before + self._running(own), self._cache, moment, own, staged)
+
+    def peaks(self, policies: tuple[str, ...]) -> tuple[RankMemory, ...]:
+        """See PlanBytes."""
+        if not self._stage.size:
+            return (RankMemory(0.0, Action("F", 0)),) * self._plan.num_ranks
+        loads = self.loads(policies)
+        used, exchanged = loads.used, np.maximum(self._posted, self._exchanged)
+        largest = (self._cache, self._host, loads.staged, exchanged)
+        peaks = []
+        for rank, place in enumerate(used.argmax(1).tolist()):
+            peak, kept, cache, moment = (
+                float(numbers[rank, place]) for numbers in (used, *loads[:3])
+            )
+            held, most = self._held(loads, rank, place), (float(n[rank].max()) for n in largest)
+            action = self._plan.programs[rank][place]
+            peaks.append(RankMemory(peak, action, kept, cache, moment, held, *most))
+        return tuple(peaks)
+
+    def _held(self, loads: Loads, rank: int, place: int) -> tuple[tuple[int, float], ...]:
+        """(segment, bytes) of segments between forward and backward during an action."""
+        places = np.flatnonzero(self._until[rank, : place + 1] >= place)
+        sizes = loads.own[rank, places].tolist()
+        return tuple(zip(self._segment[rank, places].tolist(), sizes, strict=True))
+
+
+_plan_memory = functools.lru_cache(maxsize=16)(PlanMemory)
+
+
+class Loads(NamedTuple):
+    """Bytes of a plan's ranks during every action, [ranks, actions of a rank].
+
+    Attributes:
+        kept, cache, moment: as of RankMemory.
+        own: what the action's segment keeps.
+        staged: offloaded segments on the host.
+    """
+
+    kept: NDArray[np.float64]
+    cache: NDArray[np.float64]
+    moment: NDArray[np.float64]
+    own: NDArray[np.float64]
+    staged: NDArray[np.float64]
+
+    @property
+    def used(self) -> NDArray[np.float64]:
+        return self.kept + self.cache + self.moment
 
 
 def memory_table(plan: Plan, memory: Sequence[RankMemory]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_prefix.plan.actions import ON_DEVICE, Plan, policies
-from megatron_prefix.plan.cost import AGAIN, CostModel
-from megatron_prefix.plan.memory import MemoryModel, RankMemory
+from megatron_prefix.plan.cost import AGAIN, CostModel, works
+from megatron_prefix.plan.memory import MemoryModel, PlanBytes, RankMemory
 from megatron_prefix.tree import Segment
 
 MOST_TRIES = 32
@@ -66,25 +67,27 @@ def automatic(
     Returns:
         A policy a segment, or () where all retain. If nothing fits, the one with the lowest peak.
     """
-    plan = replace(plan, policies=())
-    if _largest_peak(plan, footprint) <= free:
+    plan, memory = replace(plan, policies=()), footprint.of(plan)
+    if _largest_peak(memory, ()) <= free:
         return ()
-    retaining = _Choice(plan, footprint, cost, rates, may_offload)
+    share = 1 / (plan.num_ranks * footprint.parts * rates.flops)
+    seconds = [cost.of_work(work) * share for work in works(plan.segments)]
+    retaining = _Choice(plan, memory, seconds, rates, may_offload)
     selected = retaining.fitting(free)
     if not footprint.act:
         return selected
     light = replace(plan, policies=policies(plan.segments, "recompute_act"))
-    leaving = _Choice(light, footprint, cost, rates, may_offload)
-    fits = _largest_peak(replace(plan, policies=selected), footprint) <= free
+    leaving = _Choice(light, memory, seconds, rates, may_offload)
+    fits = _largest_peak(memory, selected) <= free
     if fits and retaining.price <= leaving.price:  # a search only adds to it
         return selected
     less = leaving.fitting(free)
-    cheaper = leaving.price < retaining.price and _largest_peak(leaving.plan, footprint) <= free
+    cheaper = leaving.price < retaining.price and _largest_peak(memory, less) <= free
     return less if cheaper or not fits else selected
 
 
-def _largest_peak(plan: Plan, footprint: MemoryModel) -> float:
-    return max(memory.peak for memory in footprint.peaks(plan))
+def _largest_peak(memory: PlanBytes, policies: tuple[str, ...]) -> float:
+    return max(of_rank.peak for of_rank in memory.peaks(policies))
 
 
 def _computed(segment: Segment) -> bool:
@@ -101,12 +104,10 @@ class _Choice:
     """
 
     def __init__(
-        self, plan: Plan, footprint: MemoryModel, cost: CostModel, rates: Rates, may_offload: bool
+        self, plan: Plan, memory: PlanBytes, seconds: Sequence[float], rates: Rates, offloads: bool
     ) -> None:
-        self.plan, self._footprint, self._may_offload = plan, footprint, may_offload
-        self._rates, self._begun = rates, plan
-        share = 1 / (plan.num_ranks * footprint.parts * rates.flops)
-        self._seconds = [cost.segment(segment) * share for segment in plan.segments]
+        self.plan, self._memory, self._may_offload = plan, memory, offloads
+        self._rates, self._begun, self._seconds = rates, plan, seconds
         self._hidden = {rank: self._windows(rank) for rank in range(plan.num_ranks)}
         self._on_link = 0.0  # seconds of all stores chosen so far
         self._chosen: list[int] = []  # segments in the order in which they were
@@ -115,19 +116,19 @@ class _Choice:
     def fitting(self, free: float) -> tuple[str, ...]:
         """Policies within a limit; if none are, those with the lowest peak."""
         lean = leaner(self.plan)
-        if lean is None or _largest_peak(self.plan, self._footprint) <= free:
+        if lean is None or self._peak() <= free:
             return self.plan.policies
-        least = _largest_peak(lean, self._footprint)
+        least = _largest_peak(self._memory, lean.policies)
         if least > free and not self._may_offload:  # a search would take long, and find as little
             return self._become(lean)
         for _ in range(min(MOST_TRIES, 2 * len(lean.segments))):
-            memory = self._footprint.peaks(self.plan)
+            memory = self._memory.peaks(self.plan.policies)
             worst = max(range(len(memory)), key=lambda rank: memory[rank].peak)
             if memory[worst].peak <= free or not self.give(
                 worst, memory[worst], memory[worst].peak - free
             ):
                 break
-        if _largest_peak(self.plan, self._footprint) > max(free, least):
+        if self._peak() > max(free, least):
             return self._become(lean)
         self._spare(free)
         return self.plan.policies
@@ -139,8 +140,8 @@ class _Choice:
         for index in self._chosen[:-1][:MOST_TRIES]:
             if self.plan.policy(index) == "recompute":
                 chosen = self.plan
-                self._set(index, own[index])
-                if _largest_peak(self.plan, self._footprint) > free:
+                self._set({index: own[index]})
+                if self._peak() > free:
                     self.plan = chosen
                     return
                 self.price -= self._seconds[index]
@@ -159,28 +160,32 @@ class _Choice:
         recomputing = memory.action.kind == "B" and self.plan.policy(index_at_peak) == "recompute"
         if recomputing and self._may_offload:
             # That does not fit; an offloaded segment comes back a few layers at a time.
-            self._set(index_at_peak, "offload")
+            self._set({index_at_peak: "offload"})
             return True
+        saved = self._memory.saved(self.plan.policies)
         offers = sorted(
-            self._cheapest(rank, index)
+            self._cheapest(rank, index, max(saved[index], 1.0))
             for index, _ in memory.held
             if self.plan.policy(index) in ON_DEVICE and _computed(self.plan.segments[index])
         )
+        changed: dict[int, str] = {}
         for price, index, policy in offers:
-            size = self._footprint.saved(self.plan, index)
+            # A segment on several model chunks is offered once for each of them.
+            size = self._memory.saved(())[index] if index in changed else saved[index]
             self.price += price * size
             self._chosen.append(index)
-            self._set(index, policy)
+            changed[index] = policy
             if policy == "offload":
                 self._on_link += size / self._rates.link
             excess -= size
             if excess <= 0:
                 break
+        if changed:
+            self._set(changed)
         return bool(offers)
 
-    def _cheapest(self, rank: int, index: int) -> tuple[float, int, str]:
+    def _cheapest(self, rank: int, index: int, size: float) -> tuple[float, int, str]:
         """The cheaper policy of an inner segment: (seconds a byte, segment, policy)."""
-        size = max(self._footprint.saved(self.plan, index), 1.0)
         prices = {"recompute": self._seconds[index]}
         if self._may_offload:
             copy = size / self._rates.link
@@ -190,10 +195,14 @@ class _Choice:
         policy = min(prices, key=prices.__getitem__)
         return prices[policy] / size, index, policy
 
-    def _set(self, index: int, policy: str) -> None:
+    def _set(self, policy_of: Mapping[int, str]) -> None:
         changed = list(self.plan.policies or ["retain"] * len(self.plan.segments))
-        changed[index] = policy
+        for index, policy in policy_of.items():
+            changed[index] = policy
         self.plan = replace(self.plan, policies=tuple(changed))
+
+    def _peak(self) -> float:
+        return _largest_peak(self._memory, self.plan.policies)
 
     def _windows(self, rank: int) -> dict[int, tuple[float, float]]:
         """Per inner segment the seconds of computation between its forward and backward, and those

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -136,22 +137,30 @@ def best_plan(
     """
     ready_after = loss_ready_after(forest, microbatches)
     merge = _Merge(forest, num_ranks, num_chunks, ready_after, group_size)
-    plans = [with_crossing(merge.plan(run_ahead), forest)]
+
+    def planned(lookahead: int | None, most: int = 0) -> tuple[Plan, float]:
+        plan = merge.plan(lookahead, most)
+        crossing = with_crossing(plan, forest)
+        return crossing, merge.end if crossing is plan else walk(crossing, seconds_of(plan))
+
+    plans = [planned(run_ahead)]
+    first = plans[0][0]
     if num_ranks == 1:
-        return plans[0]
-    most = max(plans[0].peak_positions)
-    for lookahead in (run_ahead + 4, None):
-        plan = with_crossing(merge.plan(lookahead, most), forest)
-        if max(plan.peak_positions) <= most:
-            plans.append(plan)
-    seconds = seconds_of(plans[0])
-    best = min(plans, key=lambda plan: walk(plan, seconds))
+        return first
+    most = max(first.peak_positions)
+    tried = (planned(lookahead, most) for lookahead in (run_ahead + 4, None))
+    plans += [entry for entry in tried if max(entry[0].peak_positions) <= most]
+    best, _ = min(plans, key=operator.itemgetter(1))
     check_plan(best, ready_after)
     return best
 
 
 class _Merge:
-    """Plays all ranks of a forest and writes their programs down."""
+    """Plays all ranks of a forest and writes their programs down.
+
+    Attributes:
+        end: when the last plan ends.
+    """
 
     def __init__(
         self,
@@ -196,14 +205,17 @@ class _Merge:
         self._done = {kind: [0] * num_ranks for kind in STEP}
         programs: list[list[Action]] = [[] for _ in range(num_ranks)]
         choices = [self._choice(rank) for rank in range(num_ranks)]
-        while (choice := min(choices))[0] < math.inf:
+        queue = sorted(choices)
+        while (choice := heapq.heappop(queue))[0] < math.inf:
             start, is_backward, rank = choice
+            if choice != choices[rank]:  # out of date
+                continue
             action = self.actions["FB"[is_backward]][self._done["FB"[is_backward]][rank]]
             programs[rank].append(action)
-            neighbour = self._run(action, rank, start) % num_ranks
-            choices[rank] = self._choice(rank)
-            if neighbour != rank:
-                choices[neighbour] = self._choice(neighbour)
+            for concerned in {rank, self._run(action, rank, start) % num_ranks}:
+                choices[concerned] = self._choice(concerned)
+                heapq.heappush(queue, choices[concerned])
+        self.end = max(self._clock)
         if any(len(program) < 2 * num_actions for program in programs):
             raise RuntimeError("no rank can go on: the planner's rule is broken")
         return Plan(self.segments, tuple(map(tuple, programs)), self.num_chunks)

@@ -19,8 +19,8 @@ from megatron_prefix.plan.cost import (
     Features,
     Work,
     features,
-    segment_work,
     stock_work,
+    works,
 )
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.walk import walk
@@ -91,7 +91,7 @@ def _stock(
 
 def _prefix(cost: CostModel, plan: Plan, kinds: str, num_pipelines: int) -> Features:
     """The plan on one rank, scaled to the simulated time of a pipeline."""
-    work = np.array([segment_work(s) for s in plan.segments]).reshape(-1, len(Work._fields))
+    work = np.array(works(plan.segments)).reshape(-1, len(Work._fields))
     work /= (num_pipelines, num_pipelines, num_pipelines, 1 / plan.num_chunks, 1, num_pipelines)
     recomputed = np.array([AGAIN.get(plan.policy(i), 0.0) for i in range(len(work))])[:, None]
     forwards = np.hstack([work, np.zeros_like(work)])
@@ -157,8 +157,12 @@ def _heaviest(
         first += len(microbatch_of)
         local = [lengths[microbatch] for microbatch in sorted(lengths)]
         num = len(local) if num_chunks > 1 else min(len(local), num_live)
-        windows = (local[begin : begin + num] for begin in range(len(local) - num + 1))
-        heaviest = max(heaviest, *windows, key=lambda window: sum(map(sum, window)))
+        ends = [*itertools.accumulate(map(sum, local), initial=0)]
+        size, begin = max(
+            (ends[begin + num] - ends[begin], -begin) for begin in range(len(local) - num + 1)
+        )
+        if size > sum(map(sum, heaviest)):
+            heaviest = local[-begin : num - begin]
     owners = [number for number, microbatch in enumerate(heaviest) for _ in microbatch]
     rollouts = itertools.count()
     segments = [

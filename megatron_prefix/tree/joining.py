@@ -8,6 +8,9 @@ own. `joined_segments` decides that for a whole step, `joins_waves` of nodes.py 
 
 from __future__ import annotations
 
+import collections
+import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions, joined_of, padded
@@ -70,10 +73,12 @@ def most_alive(lengths: Sequence[int], parents: Sequence[Iterable[int]]) -> int:
     for index in reversed(range(len(lengths))):
         for parent in parents[index]:
             last[parent] = max(last[parent], last[index])
-    return max(
-        sum(lengths[earlier] for earlier in range(index + 1) if last[earlier] >= index)
-        for index in range(len(lengths))
-    )
+    ended = collections.Counter[int]()
+    for length, index in zip(lengths, last, strict=True):
+        ended[index] += length
+    alive = itertools.accumulate(lengths)
+    freed = itertools.accumulate((ended[index] for index in range(len(lengths))), initial=0)
+    return max(map(operator.sub, alive, freed))
 
 
 def _rounds(needs: Mapping[int, Mapping[int, int]], longest: int) -> list[list[int]] | None:

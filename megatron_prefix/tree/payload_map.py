@@ -20,19 +20,16 @@ of rows, planned from the rank's program: free again after its backward. There a
 
 from __future__ import annotations
 
+import bisect
 import itertools
-import operator
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from megatron_prefix.tree.forest import Place, Segment, Span
+from megatron_prefix.tree.forest import Segment
 from megatron_prefix.tree.tails import Tail, tails_of
-
-_FIRST = operator.itemgetter(0)
-PIECE_KEYS = 1 << 15
-"""Most keys of a single run in one level. In one piece a long block would need memory for all its
-gradients beside their sums."""
+from megatron_prefix.tree.views import PIECE_KEYS, View, Views, views_of
 
 
 class Run(NamedTuple):
@@ -172,13 +169,16 @@ def payload_map(
     shares = parts if shares is None else shares
     if program is None:
         program = [("F", index) for index in range(len(segments))]
-    lines = [_line_parent(segments, index) for index in range(len(segments))]
-    sizes = [segment.padded_length // shares for segment in segments]
-    positions = _Allocator(segments, sizes, lines, program)
-    below = _Levels(segments, positions.intervals, parts, shares)
-    no_lines: list[int | None] = [None] * len(segments)
-    counts = [len(segment.spans) for segment in segments]
-    spans = _Allocator(segments, counts, no_lines, program, zeros=1)
+    arenas = Arenas(segments, shares)
+    positions, spans = (arenas.allocated(form, program) for form in (Form.POSITIONS, Form.SPANS))
+    views = views_of(tuple(segments), parts)
+    starts = [  # of every segment's spans in the arena
+        [*itertools.accumulate((s.padded // shares for s in segment.spans), initial=rows.start)]
+        if rows
+        else []
+        for segment, rows in zip(segments, positions.intervals, strict=True)
+    ]
+    visible = tuple(tuple(sorted(seen.segments - {index})) for index, seen in enumerate(views))
     parents = [[span.parent for span in segment.spans] for segment in segments]
     rows = tuple(
         tuple(spans.placed[place.segment].start + place.number if place else 0 for place in places)
@@ -186,16 +186,14 @@ def payload_map(
     )
     tails = {}
     for form in {form for form in forms if form.last is not None}:
-        sizes = [sum(form.rows(span.padded) for span in segment.spans) for segment in segments]
-        last = _Allocator(segments, sizes, no_lines, program)
+        last = arenas.allocated(form, program)
         reads = tuple(tails_of(segments, last.intervals, form.last or 0))
-        visible = tuple(read.visible for read in reads)
-        tails[form] = RowMap(last.length, last.intervals, visible), reads
+        tails[form] = RowMap(last.length, last.intervals, tuple(r.visible for r in reads)), reads
     lengths = tuple(tuple(span.padded for span in segment.spans) for segment in segments)
     return PayloadMap(
-        RowMap(positions.length, positions.intervals, tuple(map(tuple, below.visible))),
+        RowMap(positions.length, positions.intervals, visible),
         RowMap(spans.length, spans.intervals, tuple(s.parents for s in segments), spans.zeros),
-        below.levels, rows, lengths, parts, shares, tails,
+        tuple(map(_Levels(starts, shares).of, views)), rows, lengths, parts, shares, tails,
     )  # fmt: skip
 
 
@@ -206,12 +204,45 @@ def length_batches(lengths: Sequence[int]) -> list[list[int]]:
     return [[*numbers] for _, numbers in groups]
 
 
+class Arenas:
+    """Rows that segments take in the arenas of a step, for any program; see `payload_map`."""
+
+    def __init__(self, segments: Sequence[Segment], shares: int) -> None:
+        self._segments, self._shares = segments, shares
+        self._sizes: dict[Form, tuple[list[int], list[int | None], list[int]]] = {}
+
+    def allocated(self, form: Form, program: Iterable[tuple[str, int]]) -> _Allocator:
+        """Rows of one form while a model chunk runs its program of ("F" or "B", segment)."""
+        if form not in self._sizes:
+            self._sizes[form] = self._sizes_of(form)
+        inner = (action for action in program if self._segments[action[1]].inner)
+        zeros = 1 if form == Form.SPANS else 0
+        return _Allocator(*self._sizes[form], inner, zeros)
+
+    def _sizes_of(self, form: Form) -> tuple[list[int], list[int | None], list[int]]:
+        segments, num = self._segments, len(self._segments)
+        above: list[int | None] = [None] * num
+        if form == Form.POSITIONS:
+            above = [_line_parent(segments, index) for index in range(num)]
+            sizes = [segment.padded_length // self._shares for segment in segments]
+        else:
+            sizes = [sum(form.rows(span.padded) for span in s.spans) for s in segments]
+        lines = list(sizes)
+        for index in reversed(range(num)):
+            parent = above[index]
+            if parent is not None and segments[index].inner:
+                lines[parent] = max(lines[parent], sizes[parent] + lines[index])
+        return sizes, above, lines
+
+
 class _Allocator:
     """Gives rows to inner segments at their forward and frees them at their backward.
 
     Args:
-        lines: per segment the one directly behind which it should lie; None: anywhere.
-        program: ("F" or "B", segment) in order.
+        sizes: rows of every segment.
+        above: per segment the one directly behind which it should lie; None: anywhere.
+        lines: rows of the longest line of segments from each one down.
+        program: ("F" or "B", inner segment) in order.
         zeros: reserved rows at the front.
 
     Attributes:
@@ -221,60 +252,62 @@ class _Allocator:
 
     def __init__(
         self,
-        segments: Sequence[Segment],
         sizes: Sequence[int],
-        lines: Sequence[int | None],
+        above: Sequence[int | None],
+        lines: Sequence[int],
         program: Iterable[tuple[str, int]],
-        zeros: int = 0,
+        zeros: int,
     ) -> None:
-        self.sizes, self.above, self.zeros = sizes, lines, zeros
-        self.line = list(sizes)  # rows of the longest line of segments from this one down
-        for index in reversed(range(len(segments))):
-            parent = self.above[index]
-            if parent is not None and segments[index].inner:
-                rows = self.sizes[parent] + self.line[index]
-                self.line[parent] = max(self.line[parent], rows)
-        self.length = zeros
+        self.sizes, self.above, self.lines = sizes, above, lines
+        self.length = self.zeros = zeros
         self.placed: dict[int, slice] = {}
         self.reserved: dict[int, slice] = {}  # by the first segment of a line
+        self.gaps: list[tuple[int, float]] = [(zeros, math.inf)]  # free rows, ascending
         self.head: dict[int, int] = {}
-        self.used: dict[int, set[int]] = {}  # by head, the segments in its reservation
+        self.used: dict[int, list[int]] = {}  # by head, where segments in its reservation begin
         for kind, index in program:
-            if segments[index].inner:
-                self.take(index) if kind == "F" else self.free(index)
-        self.intervals = tuple(self.placed.get(index) for index in range(len(segments)))
+            self.take(index) if kind == "F" else self.free(index)
+        self.intervals = tuple(map(self.placed.get, range(len(sizes))))
 
     def take(self, index: int) -> None:
         """Places a segment behind its parent if there is room, else at the first gap."""
         parent, size = self.above[index], self.sizes[index]
         if parent is not None and self._fits_behind(parent, size):
-            self.head[index] = self.head[parent]
-            start = self.placed[parent].stop
+            head, start = self.head[parent], self.placed[parent].stop
         else:
-            start, rows = self.zeros, self.line[index]
-            for reservation in sorted(
-                self.reserved.values(), key=lambda reservation: reservation.start
-            ):
-                if reservation.start - start >= rows:
-                    break
-                start = max(start, reservation.stop)
+            rows = self.lines[index]
+            place, (start, stop) = next(
+                (place, gap) for place, gap in enumerate(self.gaps) if gap[1] - gap[0] >= rows
+            )
+            self.gaps[place : place + 1] = [(start + rows, stop)] if start + rows < stop else []
             self.reserved[index] = slice(start, start + rows)
             self.length = max(self.length, start + rows)
-            self.head[index], self.used[index] = index, set()
-        self.used[self.head[index]].add(index)
-        self.placed[index] = slice(start, start + size)
+            head, self.used[index] = index, []
+        self.head[index], self.placed[index] = head, slice(start, start + size)
+        bisect.insort(self.used[head], start)
 
     def free(self, index: int) -> None:
         head = self.head[index]
-        self.used[head].discard(index)
-        if head == index:
-            del self.reserved[index]
+        self.used[head].remove(self.placed[index].start)
+        if head != index:
+            return
+        rows = self.reserved.pop(index)
+        start, stop = rows.start, rows.stop
+        place = bisect.bisect(self.gaps, (start,))
+        if place < len(self.gaps) and self.gaps[place][0] == stop:
+            _, stop = self.gaps.pop(place)
+        if place and self.gaps[place - 1][1] == start:
+            place -= 1
+            start, _ = self.gaps.pop(place)
+        self.gaps.insert(place, (start, stop))
 
     def _fits_behind(self, parent: int, size: int) -> bool:
+        """No segment of the line begins before the end; what ends behind the parent is its own."""
         head, start = self.head[parent], self.placed[parent].stop
-        occupied = (self.placed[member] for member in self.used[head])
-        free = all(rows.stop <= start or rows.start >= start + size for rows in occupied)
-        return free and start + size <= self.reserved[head].stop
+        used = self.used[head]
+        following = bisect.bisect_left(used, start)
+        end = used[following] if following < len(used) else self.reserved[head].stop
+        return start + size <= end
 
 
 def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
@@ -283,84 +316,33 @@ def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
     return parent.segment if parent and len(segments[parent.segment].spans) == 1 else None
 
 
-def _parents(spans: Sequence[Span]) -> Iterator[Place | None]:
-    """Of each span. Padding sees what is before it sees, so that it needs no run of its own: nobody
-    reads what it gives, and no gradient comes to it."""
-    parent = None
-    for span in spans:
-        parent = span.parent if span.rollouts else parent
-        yield parent
-
-
 class _Levels:
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        intervals: Sequence[slice | None],
-        parts: int,
-        shares: int,
-    ) -> None:
-        self.segments, self.parts, self.shares = segments, parts, shares
-        self.starts = [  # of every segment's spans in the arena
-            [*itertools.accumulate((s.padded // shares for s in segment.spans), initial=rows.start)]
-            if rows
-            else []
-            for segment, rows in zip(segments, intervals, strict=True)
-        ]
-        self.paths: dict[Place, tuple[Place, ...]] = {}
-        self.visible: list[list[int]] = []
-        self.levels = tuple([self._of(index) for index in range(len(segments))])
+    """Levels of segments whose spans begin at these rows, in their arenas' shares."""
 
-    def _of(self, index: int) -> tuple[Level, ...]:
-        spans = self.segments[index].spans
-        paths, bounds = list[tuple[Place, ...]](), [0]  # of neighbours that continue one span
-        parents = _parents(spans)
-        for parent, siblings in itertools.groupby(zip(parents, spans, strict=True), _FIRST):
-            paths.append(self._path(parent))
-            bounds.append(bounds[-1] + sum(span.padded // self.parts for _, span in siblings))
-        above = {place.segment for path in paths for place in path}
-        self.visible.append(sorted(above - {index}))
-        alike = (len({*places}) == 1 for places in zip(*paths, strict=False))
-        common = len([*itertools.takewhile(bool, alike)])  # ancestors that all spans have
-        levels = list(self._shared(paths[0][:common], bounds[-1]))
-        for depth in range(common, max(map(len, paths))):
-            runs = []
-            keyed = [path[depth] if depth < len(path) else None for path in paths]
-            for visible, group in itertools.groupby(range(len(paths)), keyed.__getitem__):
-                numbers = [*group]
-                if visible is not None:
-                    run = Run(bounds[numbers[0]], bounds[numbers[-1] + 1], *self._rows(visible))
-                    runs.append(run)
-            levels += self._pieces(runs[0]) if len(runs) == 1 else [Level(tuple(runs))]
+    def __init__(self, starts: Sequence[Sequence[int]], shares: int) -> None:
+        self._starts, self._shares = starts, shares
+
+    def of(self, views: Views) -> tuple[Level, ...]:
+        blocks: list[Run] = []  # of what all see: neighbours in the arena are one
+        for view in itertools.chain(*views.levels[: views.common]):
+            run = self._run(view)
+            if blocks and blocks[-1].end == run.start:
+                run = run._replace(start=blocks.pop().start)
+            blocks.append(run)
+        levels = [*itertools.chain(*map(self._pieces, blocks))]
+        for level in views.levels[views.common :]:
+            runs = tuple(map(self._run, level))
+            levels += self._pieces(runs[0]) if len(runs) == 1 else [Level(runs)]
         return tuple(levels)
 
-    def _path(self, place: Place | None) -> tuple[Place, ...]:
-        if place is None:
-            return ()
-        if place not in self.paths:
-            span = self.segments[place.segment].spans[place.number]
-            self.paths[place] = (*self._path(span.parent), place)
-        return self.paths[place]
-
-    def _rows(self, place: Place) -> tuple[int, int]:
-        start, end = self.starts[place.segment][place.number : place.number + 2]
-        return start, end
-
-    def _shared(self, path: Sequence[Place], num_queries: int) -> Iterator[Level]:
-        """Levels of the ancestors that all queries see: neighbours in the arena are one block."""
-        rows = [self._rows(place) for place in path]
-        for number, (start, end) in enumerate(rows):
-            if number and rows[number - 1][1] == start:
-                continue
-            for _, following in itertools.takewhile(
-                lambda pair: pair[0][1] == pair[1][0], itertools.pairwise(rows[number:])
-            ):
-                end = following[1]
-            yield from self._pieces(Run(0, num_queries, start, end))
+    def _run(self, view: View) -> Run:
+        first, stop, place = view
+        starts = self._starts[place.segment]
+        return Run(first, stop, starts[place.number], starts[place.number + 1])
 
     def _pieces(self, run: Run) -> Iterator[Level]:
         """A single run as levels of at most PIECE_KEYS keys."""
         # Gathered keys of all ranks are sent back in one message, so they stay in one piece.
-        longest = PIECE_KEYS if self.shares == 1 else run.end - run.start
+        longest = PIECE_KEYS if self._shares == 1 else run.end - run.start
         for first in range(run.start, run.end, longest):
             yield Level((run._replace(start=first, end=min(run.end, first + longest)),))

@@ -28,6 +28,7 @@ class ExchangeMemory:
 
     Attributes:
         crosses: whether there are any.
+        held: bytes.
     """
 
     def __init__(
@@ -49,30 +50,28 @@ class ExchangeMemory:
         self._coming: dict[int, float] = {}
         self._copies: dict[int, float] = {}
         self._back: dict[int, float] = {}
-        self._returned = 0.0  # copies of final states' gradients, until the step ends
-
-    @property
-    def held(self) -> float:
-        """Bytes."""
-        return self._returned + sum(
-            sum(buffers.values()) for buffers in (self._coming, self._copies, self._back)
-        )
+        self.held = 0.0  # with copies of final states' gradients, until the step ends
 
     def post(self, action: Action) -> None:
         """Allocates buffers of messages that start with an action."""
         for index in self._forward.pop(action, ()):
             transfer = self._sent(index)
             if transfer is None:
-                self._coming[index] = self._values(index, self._whole(index))
+                self._hold(self._coming, index, self._values(index, self._whole(index)))
                 continue
             gathers = (
                 self._footprint.shares == 1 < self._footprint.parts
             )  # rows lie as the parts of all ranks
             rows = transfer[:2] if gathers else (transfer.copied, transfer.copied_spans)
-            self._copies[index] = self._values(index, rows)
+            self._hold(self._copies, index, self._values(index, rows))
         for index in self._backward.pop(action, ()):
             transfer = self._sent(index)
-            self._back[index] = 0.0 if transfer is None else self._gradients(index, transfer[:2])
+            size = 0.0 if transfer is None else self._gradients(index, transfer[:2])
+            self._hold(self._back, index, size)
+
+    def _hold(self, buffers: dict[int, float], index: int, size: float) -> None:
+        self.held += size - buffers.get(index, 0.0)
+        buffers[index] = size
 
     def take(self, action: Action) -> None:
         """Frees buffers of messages that an action waits for."""
@@ -80,16 +79,13 @@ class ExchangeMemory:
         if action.kind == "F":
             received = self._plan.segments[index].source >= 0  # what it continues may be on its way
             for source in () if received else self._visible(index):
-                self._coming.pop(source, None)
+                self.held -= self._coming.pop(source, 0.0)
             return
-        self._coming.pop(index, None)
-        self._back.pop(index, None)
-        self._copies.pop(index, None)
+        for buffers in (self._coming, self._back, self._copies):
+            self.held -= buffers.pop(index, 0.0)
         segment = self._plan.segments[index]
         if segment.source >= 0 and segment.scored and self._is_last:
-            self._returned += (
-                self._whole(index)[0] / self._footprint.parts * self._footprint.state_grad
-            )
+            self.held += self._whole(index)[0] / self._footprint.parts * self._footprint.state_grad
 
     def _payloads_by_level(
         self, program: Sequence[Action], chunk: int

@@ -23,7 +23,7 @@ from megatron_prefix.features.measure.allocator import Peaks
 from megatron_prefix.features.measure.cost_fit import non_negative
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.cost import AGAIN
-from megatron_prefix.plan.memory import Footprint, StageBytes, continued, program_loads
+from megatron_prefix.plan.memory import Footprint, StageBytes, continued
 from megatron_prefix.run.agreement import all_say, tried
 from megatron_prefix.run.costs import Costs
 from megatron_prefix.run.rank import Rank
@@ -367,6 +367,8 @@ def least_moment(plan: Plan, footprint: Footprint, rank: int, peak: float) -> fl
     """The `moment` of a rank's stages, bytes a position, with which its predicted peak is `peak`;
     where that was not reached, at most so much. Infinite without actions."""
     stages = tuple(numbers._replace(moment=0.0) for numbers in footprint.stages)
-    program = program_loads(plan, replace(footprint, stages=stages), rank)
-    bounds = ((peak - load.used) / load.positions for load in program if load.positions)
-    return max(0.0, min(bounds, default=math.inf))
+    memory = replace(footprint, stages=stages).of(plan)
+    used, positions = memory.loads(plan.policies).used[rank], memory.positions[rank]
+    computed = positions > 0
+    bounds = (peak - used[computed]) / positions[computed]
+    return max(0.0, float(bounds.min(initial=math.inf)))

@@ -6,15 +6,15 @@ It is a MemoryModel (plan/memory.py), as is what the core measures in its place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_prefix.lab.predict.kinds import SavedPayload
+from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.memory import BuffersOf
 
 if TYPE_CHECKING:
     from megatron_prefix.lab.predict.peak_memory import PredictedMemory
-    from megatron_prefix.plan.actions import Plan
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,27 @@ class Footprint:
 
         return predict_memory(plan, self)
 
-    def saved(self, plan: Plan, index: int) -> float:
+    def of(self, plan: Plan) -> PredictedBytes:
         """See MemoryModel."""
-        act = self.act if plan.policy(index) == "recompute_act" else 0.0
-        positions = plan.segments[index].padded_length / self.parts
-        return positions * (self.inner - act) * self.num_layers * plan.num_chunks
+        return PredictedBytes(plan, self)
+
+
+class PredictedBytes(NamedTuple):
+    """Memory of a plan with any policies; see PlanBytes."""
+
+    plan: Plan
+    footprint: Footprint
+
+    def peaks(self, policies: tuple[str, ...]) -> tuple[PredictedMemory, ...]:
+        """See PlanBytes."""
+        return self.footprint.peaks(replace(self.plan, policies=policies))
+
+    def saved(self, policies: tuple[str, ...]) -> list[float]:
+        """See PlanBytes."""
+        of, num_chunks = self.footprint, self.plan.num_chunks
+        names = policies or ("retain",) * len(self.plan.segments)
+        rows = [of.inner - of.act * (name == "recompute_act") for name in names]
+        return [
+            segment.padded_length / of.parts * row * of.num_layers * num_chunks
+            for segment, row in zip(self.plan.segments, rows, strict=True)
+        ]

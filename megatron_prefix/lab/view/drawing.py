@@ -3,7 +3,8 @@
 One row per rank and one box per action: forward blue, backward orange, inner segments dark, waves
 light, each tree with another hue; grey where a rank waits. The trees are below: positions from left
 to right, one lane per rollout, so a box over several lanes is shared by these rollouts. Rows of
-data-parallel ranks that exchange have a lane of messages, from when they begin to cross.
+data-parallel ranks that exchange have a lane of messages, from when they begin to cross. Of more
+than MOST_CELLS actions the picture has one stage's summary, and a window of all stages.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ _TOP = 118  # of the first row; header and legend stand above
 _GAP = 6  # between rows
 _LANE = 14  # of a rollout, in which its segment's number fits
 _MOST_LANES, _TREES_HEIGHT = 96, 28 * _LANE
+
+MOST_CELLS = 5000
+"""Boxes in rows of ranks. Of a longer timeline the first rank's row is summed up in columns, and of
+all rows only the first actions are drawn."""
+_COLUMNS = 400
 
 _FAINT, _BUBBLE, _LINE = "#66727f", "#e8ebef", "#c9d0d8"
 # (kind, inner): phase and name, (hue in degrees, lightness, saturation)
@@ -56,7 +62,11 @@ def timeline_svg(timeline: Timeline, plan: Plan, title: str = "", width: float =
     """
     row = 36 if plan.num_ranks <= 4 else 30 if plan.num_ranks <= 8 else 20
     legend, legend_height = _legend(76, _note(plan), width)
-    top = _TOP + legend_height
+    top, end, summary = _TOP + legend_height, timeline.makespan, list[str]()
+    if timeline.num_actions > MOST_CELLS:
+        end = sorted(event.start for event in timeline.events)[MOST_CELLS]
+        summary = [*_summary(timeline, plan, svg.Box(0, top, width, row), end)]
+        top += row + 72
     bottom = top + plan.num_ranks * (row + _GAP)
     trees_top = bottom + 64
     trees, trees_height = _trees(plan.segments, trees_top, width)
@@ -71,8 +81,9 @@ def timeline_svg(timeline: Timeline, plan: Plan, title: str = "", width: float =
     body = [
         *_header(title or f"Prefix schedule, {_counted(plan.num_stages, 'stage')}", facts),
         *legend,
-        *_rows(timeline, [plan] * plan.num_ranks, row, top, timeline.makespan, width=width),
-        *_axis(0, timeline.makespan, bottom, _UNITS.get(timeline.unit, timeline.unit), width),
+        *summary,
+        *_rows(timeline, [plan] * plan.num_ranks, row, top, end, width=width),
+        *_axis(0, end, bottom, _UNITS.get(timeline.unit, timeline.unit), width),
         *trees,
     ]
     return svg.document(width, height, body)
@@ -187,7 +198,8 @@ def _rows(
     tips: bool = True,
     width: float = _WIDTH,
 ) -> Iterator[str]:
-    """One row a rank from `top` down; the whole width is the time from 0 to `latest`.
+    """One row a rank from `top` down; the whole width is the time from 0 to `latest`, and what
+    begins later is left out.
 
     Args:
         timeline: of all rows.
@@ -204,7 +216,8 @@ def _rows(
         y = top + rank * (height + _GAP)
         middle = y + height / 2 + 4
         yield svg.text(_LEFT - 10, middle, f"{name} {rank}", 12, anchor="end")
-        yield svg.rect(svg.Box(_LEFT, y, timeline.makespan * scale, height), _BUBBLE)
+        shown = min(timeline.makespan, latest)
+        yield svg.rect(svg.Box(_LEFT, y, shown * scale, height), _BUBBLE)
         bubble = f"{100 * timeline.bubble_fractions[rank]:.1f}%"
         yield svg.text(width - _RIGHT + 56, middle, bubble, 12, anchor="end")
         peak = _short(timeline.peak_positions[rank])
@@ -212,7 +225,9 @@ def _rows(
     tree_of = {key: trees(plan.segments) for key, plan in {id(one): one for one in plans}.items()}
     lane = height / 3 if any(event.action.peer >= 0 for event in timeline.events) else 0
     for event in timeline.events:
-        x, end = _LEFT + event.start * scale, _LEFT + event.end * scale
+        if event.start >= latest > 0:
+            continue
+        x, end = _LEFT + event.start * scale, _LEFT + min(event.end, latest) * scale
         box = svg.Box(x, top + event.rank * (height + _GAP), end - x, height - lane)
         plan = plans[event.rank]
         segment = plan.segments[event.action.segment]
@@ -223,6 +238,35 @@ def _rows(
             yield from svg.labelled(low, _message(event.action, segment)[1], str(event.action), tip)
         else:
             yield from _action(event.action, segment.inner, numbers, box, tip)
+
+
+def _summary(timeline: Timeline, plan: Plan, row: svg.Box, end: float) -> Iterator[str]:
+    """The first rank's whole row in columns, each with the shares of its time; a line below is the
+    part of the step, from 0 to `end`, that the rows show."""
+    width = row.width - _LEFT - _RIGHT
+    column, pixels = timeline.makespan / _COLUMNS, width / _COLUMNS
+    shares = [dict.fromkeys(_PHASES, 0.0) for _ in range(_COLUMNS)]
+    for rank, action, start, stop in timeline.events:
+        if rank:
+            continue
+        phase = action.kind, plan.segments[action.segment].inner
+        for number in range(int(start / column), min(math.ceil(stop / column), _COLUMNS)):
+            inside = min(stop, (number + 1) * column) - max(start, number * column)
+            shares[number][phase] += max(0.0, inside) / column
+    name = "stage" if plan.num_chunks == 1 else "rank"
+    heading = f"{name} 0, the whole step: each column has the shares of its time"
+    yield svg.text(_LEFT, row.y - 8, heading, 11, _FAINT)
+    yield svg.rect(svg.Box(_LEFT, row.y, width, row.height), _BUBBLE)
+    for number, of_column in enumerate(shares):
+        y = row.y + row.height
+        for (kind, inner), share in of_column.items():
+            y -= share * row.height
+            box = svg.Box(_LEFT + number * pixels, y, pixels, share * row.height)
+            if share:
+                yield svg.rect(box, phase_colour(kind, inner, 0))
+    window = svg.Box(_LEFT, row.y + row.height + 2, width * end / timeline.makespan, 3)
+    yield svg.rect(window, _FAINT)
+    yield from _axis(0, timeline.makespan, row.y + row.height + 6, "", row.width)
 
 
 def _message(action: Action, segment: Segment) -> tuple[str, str]:
@@ -270,7 +314,8 @@ def _axis(
         x = _LEFT + (width * (value - start) / (end - start) if end > start else 0)
         yield f'<path d="M{svg.px(x)} {svg.px(y)}v5" stroke="{_LINE}"/>'
         yield svg.text(x, y + 18, _short(value), 11, _FAINT, anchor="middle")
-    yield svg.text(_LEFT + width, y + 34, unit, 11, _FAINT, anchor="end")
+    if unit:
+        yield svg.text(_LEFT + width, y + 34, unit, 11, _FAINT, anchor="end")
 
 
 # Trees --------------------------------------------------------------------------------------------

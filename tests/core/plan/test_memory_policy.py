@@ -212,17 +212,17 @@ def test_policies(policy, prompt, answer):
         assert memory.action == Action("B", 0) and memory.moment == 64 * 100
     away = 64 * 100 if policy == "offload" else 0
     assert memory.staged == away
-    assert footprint.saved(small_plan(policy="retain"), 0) == 6400
-    assert LAYERS_LOADED / ONE.layers * 6400 == footprint.again(
-        small_plan(policy="offload"), Action("B", 0), 0
-    )
+    assert footprint.of(plan).saved(())[0] == 6400
+    loads = footprint.of(plan).loads(policies(plan.segments, "offload"))
+    last = plan.programs[0].index(Action("B", 0))
+    assert loads.moment[0, last] == LAYERS_LOADED / ONE.layers * 6400
 
 
 def test_a_stage_receives_and_sends():
     """The second stage keeps what it has received, also of a recomputed segment."""
     footprint = replace(ONE, stages=ONE.stages * 2, payloads=((KEYS,), (KEYS,)))
     plan = small_plan(2, "recompute")
-    first, last = (footprint.kept(plan, Action("F", 0), stage) for stage in (0, 1))
+    first, last = footprint.of(plan).loads(plan.policies).own[:, 0]
     assert (first, last) == (0, 64 * 7)
     assert all(m.moment >= MESSAGES * 7 * 64 for m in footprint.peaks(plan))
 

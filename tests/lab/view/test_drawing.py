@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_prefix.lab.plans.timeline import simulate
-from megatron_prefix.lab.view import svg
+from megatron_prefix.lab.view import drawing, svg
 from megatron_prefix.lab.view.drawing import job_svg, timeline_svg
 from megatron_prefix.lab.view.trace import chrome_trace, job_trace
 from megatron_prefix.plan.planner import make_plan
@@ -72,6 +72,20 @@ def test_every_action_is_drawn_once_and_labels_fit(plan):
     wanted = Counter(str(action) for program in plan.programs for action in program)
     found = Counter(tip.partition(":")[0] for tip in tips(picture) if not tip.startswith("segment"))
     assert found == wanted
+
+
+def test_a_long_step_is_summed_up_and_its_beginning_is_drawn(monkeypatch):
+    """The summary's columns are as full as the stage is busy."""
+    monkeypatch.setattr(drawing, "MOST_CELLS", 20)
+    plan = ruled_plan(forest_of(num=4, num_groups=8), 3)
+    timeline, picture = simulate(plan), drawn(plan)
+    check_frame(picture)
+    check_labels(picture)
+    cells = [tip for tip in tips(picture) if not tip.startswith("segment")]
+    assert 20 <= len(cells) < 30 < timeline.num_actions
+    thin = [rect for rect in shapes(picture, "rect") if 2.4 < float(rect.get("width", 0)) < 2.5]
+    area = sum(float(rect.get("width", 0)) * float(rect.get("height", 0)) for rect in thin)
+    assert area / (986 * 36) == pytest.approx(timeline.busy[0] / timeline.makespan, rel=0.01)
 
 
 def check_frame(picture):
