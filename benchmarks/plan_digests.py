@@ -8,7 +8,8 @@ map, and the bytes of every rank's peak.  Trees, pipelines, model chunks, microb
 context-parallel parts, kinds of layers, layers on the host, measured bytes and limits are random;
 policies are searched for in a quarter of the steps, every eighth has prompts that cross
 data-parallel ranks, every tenth is planned from its rollouts with a judge, and some of these choose
-lengths of chunks.  `compare` ends with 1 where a hash differs, or bytes by more than 1e-8 and 1e-5 of one.
+lengths of chunks.  `compare` ends with 1 where a hash differs, or bytes do: by more than 1e-8 of
+them and 1e-5 of one.
 """
 
 from __future__ import annotations
