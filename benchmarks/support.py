@@ -50,23 +50,27 @@ TESTED = {
     "dense": "",
 }
 """Families, and how names of models in tests/cases.py begin; the first that fits counts."""
+DENSE, EXPERTS, MTP = "dense", "experts", "multi-token prediction"
+MLA, DSA = "MLA, with and without experts", "sparse attention (DSA)"
+GDN, MAMBA = "hybrid (GatedDeltaNet)", "hybrid (Mamba2)"
+WINDOWS = "windows and sinks, with and without experts"
 OF_MODELS = {
-    "Llama 3, Qwen2, Qwen3": ("Llama3|Qwen3-(8B|0)", "dense"),
-    "Qwen3-30B-A3B": ("Qwen3-30B", "experts"),
-    "Qwen3-Next, Qwen3.5": (r"Qwen3-Next|Qwen3\.5", "hybrid (GatedDeltaNet)"),
-    "Nemotron-H, Nemotron 3": ("Nemotron", "hybrid (Mamba2)"),
-    "DeepSeek-V3, Moonlight": ("DeepSeek-V3 |Moonlight", "MLA, with and without experts"),
-    "GLM-4.5, GLM-4.6, GLM-4.7 (`glm4_moe`)": (r"GLM-4\.[567](?!-)", "experts"),
-    "GLM-4.7-Flash": ("GLM-4.7-Flash", "MLA, with and without experts"),
-    "DeepSeek-V3.2, GLM-5": (r"DeepSeek-V3\.2|GLM-5", "sparse attention (DSA)"),
-    "gpt-oss": ("gpt-oss", "windows and sinks, with and without experts"),
-    "Gemma 3, Mistral": ("Gemma|Mistral", "windows and sinks, with and without experts"),
-    "Qwen2-VL to Qwen3.5, GLM-4V, Kimi-K2.5": ("-VL-", "vision-language"),
-    "any, with adapters": ("LoRA", "adapters (LoRA)"),
-    "any, in FP8": ("FP8", "FP8, blockwise scales"),
+    "Llama 3, Qwen2, Qwen3": ("Llama3|Qwen3-(8B|0)", [DENSE]),
+    "Qwen3-30B-A3B": ("Qwen3-30B", [EXPERTS]),
+    "Qwen3-Next, Qwen3.5": (r"Qwen3-Next|Qwen3\.5", [GDN, EXPERTS, MTP]),
+    "Nemotron-H, Nemotron 3": ("Nemotron", [MAMBA, EXPERTS]),
+    "DeepSeek-V3, Moonlight": ("DeepSeek-V3 |Moonlight", [MLA, EXPERTS, MTP]),
+    "GLM-4.5, GLM-4.6, GLM-4.7 (`glm4_moe`)": (r"GLM-4\.[567](?!-)", [EXPERTS, MTP]),
+    "GLM-4.7-Flash": ("GLM-4.7-Flash", [MLA, EXPERTS, MTP]),
+    "DeepSeek-V3.2, GLM-5": (r"DeepSeek-V3\.2|GLM-5", [DSA, EXPERTS]),
+    "gpt-oss": ("gpt-oss", [WINDOWS, EXPERTS]),
+    "Gemma 3, Mistral": ("Gemma|Mistral", [WINDOWS]),
+    "Qwen2-VL to Qwen3.5, GLM-4V, Kimi-K2.5": ("-VL-", ["vision-language"]),
+    "any, with adapters": ("LoRA", ["adapters (LoRA)"]),
+    "any, in FP8": ("FP8", ["FP8, blockwise scales"]),
 }
-"""Models of docs/families/models.md: what names and options of their rows have, and the family of
-tiny models that the tests compare."""
+"""Models of docs/families/models.md: what names and options of their rows have, and the families of
+its kinds of layers."""
 ONE, ACROSS_RANKS = "one rank", "CPU, prompts across ranks"
 VISION, QUANTISED = "vision-language", "ModelOpt's quantisers (QAT)"
 PLACES = {"CPU": 0, "one GPU": 1, "two GPUs": 2, "four GPUs": 4}
@@ -150,17 +154,27 @@ def tested() -> Iterator[tuple[str, str, str]]:
         yield QUANTISED, "CPU", called(layout)
 
 
+def by_family(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
+    """Layouts by family and place: of recorded runs, then of tests."""
+    layouts = ran(rows)
+    for name, place, layout in tested():
+        known = layouts[name][place]
+        if parts_of(layout) not in map(parts_of, known):
+            known.insert(0 if layout == ONE else len(known), layout)
+    return layouts
+
+
+def parts_of(layout: str) -> frozenset[str]:
+    """A layout whose parts may stand in any order."""
+    return frozenset(layout.split(" x "))
+
+
 def models(rows: Sequence[Row]) -> str:
     """A line for each family: its layouts on CPUs and on one, two and four GPUs."""
-    by_family = ran(rows)
-    for name, place, layout in tested():
-        known = by_family[name][place]
-        if set(layout.split(" x ")) not in [set(each.split(" x ")) for each in known]:
-            known.insert(0 if layout == ONE else len(known), layout)
     places = ["CPU", ACROSS_RANKS, *(place for place in PLACES if place != "CPU")]
     lines = (
         [name, *(", ".join(ran_on[place]) for place in places)]
-        for name, ran_on in sorted(by_family.items())
+        for name, ran_on in sorted(by_family(rows).items())
     )
     return table(["family", *places], lines)
 
@@ -197,23 +211,37 @@ def trainers(rows: Sequence[Row]) -> str:
 
 def runs_of(model: str, rows: Iterable[Row]) -> str:
     """Where a model of docs/families/models.md has run: GPUs, or tiny models with its layers."""
-    names, family = OF_MODELS[model]
+    names, families = OF_MODELS[model]
     ran_on = {
         place_of(row) for row in rows if re.search(names, f"{row['model']}, {row['options']}")
     }
     gpus = [place for place in PLACES if place in ran_on and place != "CPU"]
-    has_tiny = any(family == tested_family for tested_family, _, _ in tested())
+    has_tiny = any(families[0] == tested_family for tested_family, _, _ in tested())
     return ", ".join(gpus) or "tiny models of its layers, on the CPU" * has_tiny
 
 
+def common_layouts(model: str, rows: Sequence[Row]) -> str:
+    """Layouts of several ranks in which all of a model's kinds of layers have run, wherever."""
+    layouts = by_family(rows)
+    ran_in = [
+        [layout for several in layouts[family].values() for layout in several]
+        for family in OF_MODELS[model][1]
+    ]
+    sets = [set(map(parts_of, several)) for several in ran_in]
+    common = {parts_of(each): each for each in ran_in[0] if all(parts_of(each) in s for s in sets)}
+    return ", ".join(each for each in common.values() if each not in (ONE, "yes"))
+
+
 def with_runs(table_by_hand: str, rows: Sequence[Row]) -> str:
-    """The table of models with its last column made anew; the others are written by hand."""
+    """The table of models with its last columns made anew; the others are written by hand."""
     head, _, *lines = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table_by_hand.splitlines()
     )
     if any(len(cells) != len(head) for cells in lines):
         raise ValueError("a line of the table of models has other columns than its head")
-    return table(head, [[*cells[:-1], runs_of(cells[0], rows)] for cells in lines])
+    return table(head, [
+        [*cells[:-2], runs_of(cells[0], rows), common_layouts(cells[0], rows)] for cells in lines
+    ])  # fmt: skip
 
 
 def written(text: str, rows: Sequence[Row]) -> str:

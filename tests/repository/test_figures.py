@@ -242,12 +242,25 @@ def test_where_a_model_has_run_comes_from_rows():
     for other in (*support.OF_MODELS.keys() - {"GLM-4.7-Flash"},):
         assert support.runs_of(other, [row]) == (tiny if other != "any, in FP8" else "")
     by_family = support.ran(read())  # the support matrix says the same
-    for model, (_, family) in support.OF_MODELS.items():
+    for model, (_, families) in support.OF_MODELS.items():
         for place in support.runs_of(model, read()).split(", "):
-            assert place.startswith("tiny") or place == "on the CPU" or by_family[family][place]
+            assert (
+                place.startswith("tiny") or place == "on the CPU" or by_family[families[0]][place]
+            )
     with pytest.raises(KeyError, match="GLM-9"):
-        support.written(f"<!-- has_run: {support.COMMAND} -->\n| a | b |\n|---|---|\n| GLM-9 | |\n"
-                        "<!-- end of has_run -->", [])  # fmt: skip
+        support.written(f"<!-- has_run: {support.COMMAND} -->\n| a | b | c |\n|---|---|---|\n"
+                        "| GLM-9 | | |\n<!-- end of has_run -->", [])  # fmt: skip
+
+
+def test_a_model_runs_where_all_its_layers_do():
+    layouts = support.by_family(read())
+    for model, (_, families) in support.OF_MODELS.items():
+        for layout in support.common_layouts(model, read()).split(", "):
+            for family in families:
+                ran = (map(support.parts_of, several) for several in layouts[family].values())
+                assert support.parts_of(layout) in set().union(*ran), (model, family, layout)
+    assert "CP2" in support.common_layouts("GLM-4.7-Flash", read()).split(", ")
+    assert "CP2" not in support.common_layouts("DeepSeek-V3.2, GLM-5", read())
 
 
 def test_every_trainer_has_layouts_that_ran():

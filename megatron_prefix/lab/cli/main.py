@@ -57,8 +57,8 @@ _WORDS = """
 
 words:
   group: the rollouts of one prompt; span: positions that the same rollouts share; segment: what
-  one forward or backward runs; inner segment: a shared prompt; wave: answers; leaf: a span that
-  one rollout ends in. More: docs/how-it-works.md"""
+  one forward or backward runs; inner segment: a shared prompt; wave: answers that run together;
+  leaf: the last part of a rollout, which no other has. More: docs/how-it-works.md"""
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -44,10 +44,11 @@ from megatron_prefix.tree import Forest, TreeOptions, build
 HELP = """\
 Shows what sharing saves on rollout files: trees, ratios, compression, predicted speedup, and the
 plan of one step with its simulated bubble and memory. All groups make one step unless --groups
-limits it. Tokens are positions with a label: a rollout of n tokens has n-1. The makespan is in
-tokens of forward work (a backward counts twice, communication not at all), the bubble is the share
-of it in which ranks wait. The speedup is that of the layout, waits and launches included, over the
-stock schedule on rollouts packed to at most 16,384 tokens. No memory limit is applied: lengths that
+limits it. Tokens are positions with a label: a rollout of n tokens has n-1, as nothing predicts
+the first. The makespan is how long the step takes, in tokens of forward work (a backward counts
+twice, communication not at all), and the bubble is the share of it in which ranks wait. The speedup
+is that of the layout, waits and launches included, over the stock schedule on rollouts packed to at
+most 16,384 tokens. No memory limit is applied: lengths that
 are auto are those with the shortest predicted step, and the peak is printed.
 
 With --dp N the step is dealt to N ranks. A table shows how many tokens each rank has, how many it
