@@ -125,6 +125,7 @@ ROWS = [
 ]
 
 WEIGHED = FURTHER | {"loss_mask": "weighed"}
+KEYWORD = {"labels": "absent"}
 MTP = [
     *(row("mtp", options) for options in ("whole", "depth first", "offload", "all on the host")),
     *(
@@ -146,6 +147,13 @@ MTP = [
     *(row("mtp", "chunks of 7", session=kind) for kind in ("evaluate", "train_eval_mixed")),
     *(row("mtp", "whole", form=form, returns="per_token") for form in ("rows", "thd")),
     row("mtp", "whole", form="thd", loss_mask="absent"),
+    # As slime and miles call models.
+    row("mtp keyword", "recompute chunks", **KEYWORD),
+    row("mtp keyword", "small", recompute="full", **KEYWORD),
+    row("mtp keyword", "chunks of 7", **KEYWORD, form="thd", session="train_eval_mixed"),
+    row("mtp 3 keyword", "small", **KEYWORD | WEIGHED),
+    row("mtp 3 keyword", "recompute chunks", **KEYWORD | WEIGHED, recompute="full"),
+    row("mtp 2 keyword experts", "all on the host", **KEYWORD | WEIGHED),
     # Of releases that can.
     *(
         row("mtp without labels", "whole", labels="absent", loss_mask=kind)

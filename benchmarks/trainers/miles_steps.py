@@ -88,8 +88,9 @@ def steps(name: str) -> list[Step]:
     prepare()
     spec, chunks = slime_steps.model_of(name, layout, LinearForLastLayer)
     ARGUMENTS.loss_type = slime_steps.loss_type(name)
+    ARGUMENTS.enable_mtp_training = "mtp" in name
     miles_model.get_forward_backward_func = both = Both(config_of(name), state=states)
-    both.leaves_alike = "recompute" in name
+    both.leaves_alike, both.left = "recompute" in name, slime_steps.further_losses
     data = slime_steps.rollout_data(cp_utils.slice_log_prob_with_cp, turns="sft" in name)
     data["num_microbatches"] = [len(data["micro_batch_indices"])]
     if spec.num_moe_experts:

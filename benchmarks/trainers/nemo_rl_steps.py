@@ -4,7 +4,9 @@
 distillation on a teacher's largest logits; "value": its value model, with the head of
 Megatron-Bridge; "unpacked": rows of padded samples, as DPO has them; "fused": with
 `use_fused_linear_logprobs`; "r3": experts, with routes that rollouts bring; "recompute": with full
-activation recomputation.
+activation recomputation; "mtp": a hybrid model with experts and five detached layers of multi-token
+prediction that are one, as in its Nemotron recipes, by megatron-core 0.19. Packs of Mamba2 need a
+GPU: it is in "unpacked" ones.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from benchmarks.trainers.slime_steps import further_losses
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.trainers.table import NEMO_RL
 from tests.core.trainers import worker
@@ -33,11 +36,20 @@ from tests.oracle import attention
 NEWER = "megatron.core.transformer.moe.moe_logging"
 HEADS = "megatron/bridge/models/common/heads.py"
 ROWS, TOPK = 4, 8
+_FIVE = {
+    "num_layers": 4, "mtp_num_layers": 5, "num_moe_experts": 8, "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 1e-2,
+}  # fmt: skip
+NEMOTRON: tuple[dict[str, Any], ...] = (
+    _FIVE | {"hybrid_override_pattern": "*E-E", "mtp_hybrid_override_pattern": "*E"},
+    _FIVE | {"hybrid_override_pattern": "MEM*", "mtp_hybrid_override_pattern": "*E"},
+)
+"""In packs, and in rows."""
 
 
-def batches(layout: Any, config: dict[str, Any], spec: Any) -> list[Any]:
-    """Processed microbatches of four rollouts each, packed by NeMo-RL or padded; with routes for a
-    model with experts."""
+def batches(layout: Any, config: dict[str, Any], spec: Any, *, brings: bool = False) -> list[Any]:
+    """Processed microbatches of four rollouts each, packed by NeMo-RL or padded; with routes if
+    rollouts bring them."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.megatron import data as nemo_data
 
@@ -47,7 +59,7 @@ def batches(layout: Any, config: dict[str, Any], spec: Any) -> list[Any]:
         **{name: value for name, value in given.items() if name in fields}
     )
     ids, mask = rows()
-    routes = drawn_routes(spec) if spec.num_moe_experts else []
+    routes = drawn_routes(spec) if brings else []
     alike = sorted(range(len(ids)), key=lambda row: ids[row, :PROMPT].tolist())
     ids, mask = ids[alike], mask[alike]  # pairs of one prompt
     lengths = mask.sum(1)
@@ -66,6 +78,8 @@ def batches(layout: Any, config: dict[str, Any], spec: Any) -> list[Any]:
             prompt, num = int(held[:PROMPT].sum()), int(held.sum())
             data["input_ids"][row, :num] = tokens[held.bool()]
             data["token_mask"][row, prompt:num] = 1
+        if spec.mtp_num_layers:  # as its worker
+            data["mtp_loss_mask"] = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
         if routes:
             data["routed_experts"] = _rows_of([routes[number] for number in alike[members]], width)
         found.append(data)
@@ -140,8 +154,11 @@ def model_of(name: str, layout: Any) -> tuple[Any, Any]:
         model_utils.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=32)
     tied = "value" not in name  # its worker unties the head from the embedding
     kind, more = ("tiny-moe", {}) if "r3" in name else ("tiny-qwen3", {"tie_embeddings": tied})
-    spec = resolve(kind, num_layers=2, **more).with_vocab(VOCAB)
     overrides = {"variable_seq_lengths": True, "moe_enable_routing_replay": "r3" in name}
+    if "mtp" in name:
+        kind, more = "tiny-nemotron-h", NEMOTRON["unpacked" in name]
+        overrides |= {"mtp_use_repeated_layer": True, "mtp_detach_heads": True}
+    spec = resolve(kind, **{"num_layers": 2, **more}).with_vocab(VOCAB)
     recompute = "full" if "recompute" in name else "none"
     with changed(_valued) if "value" in name else contextlib.nullcontext():
         (chunk,) = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
@@ -163,10 +180,10 @@ def steps(name: str) -> list[Step]:
     train.get_forward_backward_func = both = Both(config_of(name), samples=NEMO_RL.samples)
     replays = {"use_router_replay": "r3" in name}
     both.state = lambda: RouterReplay.global_router_replay_instances
-    both.leaves_alike = "recompute" in name
+    both.leaves_alike, both.left = "recompute" in name, further_losses
     packing = {"enabled": "unpacked" not in name, "max_total_tokens": 200}
     config = {"sequence_packing": packing}
-    given = batches(layout, config, spec)
+    given = batches(layout, config, spec, brings="r3" in name)
     if "value" not in name:
         with torch.no_grad():
             train.megatron_forward_backward(
@@ -175,6 +192,9 @@ def steps(name: str) -> list[Step]:
             )  # fmt: skip
     chunk.zero_grad_buffer()
     trained = sum(float(one.data_dict["token_mask"].sum()) for one in given)
+    if "mtp" in name:  # as its worker
+        for function in ("moe_grad_scale_func", "mtp_grad_scale_func"):
+            setattr(unwrap(chunk).config, function, lambda: torch.tensor(1 / trained))
     train.megatron_forward_backward(
         chunk, iter(given), len(given), 64, 1, loss_of(name, config, len(given), fused), **fused,
         **replays, router_replay_train="r3" in name,

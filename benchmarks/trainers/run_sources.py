@@ -62,6 +62,7 @@ class Trainer(NamedTuple):
     stock: Mapping[str, Refusal] = MappingProxyType({})
 
 
+MTP = ("1-mtp", "tp2-sp-mtp", "pp2-mtp", "cp2-mtp", "pp2-mtp-recompute-auto", "dp2-across-mtp-auto")
 REPLAYS = ("1-replay-auto", "tp2-sp-replay-auto", "pp2-replay-auto")
 TRAINERS = {
     "verl, engine": Trainer(
@@ -99,6 +100,12 @@ TRAINERS = {
         stock=dict.fromkeys(REPLAYS, RECORDS_ROUTES)
         | dict.fromkeys(("tp2-sp-value-auto", "tp2-sp-pp2-value-auto"), UNMARKED_BIAS),
     ),
+    "slime, model.py and its Megatron": Trainer(
+        "slime_steps", ("slime", "Megatron-LM-slime"), MTP, "Megatron-LM-slime"
+    ),
+    "miles, model.py and its Megatron": Trainer(
+        "miles_steps", ("miles", "Megatron-LM-miles", "verl"), MTP, "Megatron-LM-miles"
+    ),
     "RLinf, megatron_actor_worker": Trainer(
         "rlinf_steps", ("RLinf", "Megatron-LM", "verl"),
         ("1", "tp2", "cp2", "1-hot", "1-auto", "tp2-sp-auto", "pp2-auto", "pp2-hot-auto",
@@ -134,6 +141,12 @@ TRAINERS = {
          "1-value", "1-unpacked-value",
          "tp2-sp-value", "pp2-value", "cp2-value", "1-value-auto", "1-topk", "1-unpacked-topk",
          "tp2-topk", "pp2-topk", "cp2-topk", "1-topk-auto"),
+    ),
+    "NeMo-RL, train.py by 0.19": Trainer(
+        "nemo_rl_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge/src"),
+        ("1-mtp", "1-unpacked-mtp", "tp2-sp-mtp", "pp2-unpacked-mtp-recompute", "cp2-mtp",
+         "1-unpacked-mtp-auto"),
+        "megatron-core",
     ),
     "ms-swift, trainers": Trainer(
         "swift_steps", ("ms-swift",),

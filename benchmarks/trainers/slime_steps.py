@@ -3,7 +3,8 @@
 "replay" in a layout's name: experts, with slime's own queue of routes, which log-probs record;
 "r3": the same, and its actor fills the queue with routes that rollouts bring; "recompute": with
 full activation recomputation; with "dp2" each rank has every other rollout of a microbatch;
-"value": its critic's head, values and loss; "sft": its loss on answers of several turns.
+"value": its critic's head, values and loss; "sft": its loss on answers of several turns; "mtp":
+with two layers of multi-token prediction, for which Megatron must be changed as it is for slime.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe import router
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Log
 
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
@@ -171,12 +174,25 @@ def own_queues(chunk: Any) -> None:
 def model_of(name: str, layout: Any, head: Any) -> tuple[Any, list[Any]]:
     """What a layout's model is like, and its chunks on this rank; a critic has `head`."""
     replay, critic = "replay" in name or "r3" in name, "value" in name
-    tied = {} if replay else {"tie_embeddings": not critic}  # a head is not the embedding
-    spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **tied).with_vocab(VOCAB)
+    more = {} if replay else {"tie_embeddings": not critic}  # a head is not the embedding
+    if "mtp" in name:
+        more["mtp_num_layers"] = 2
+    spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **more).with_vocab(VOCAB)
     recompute, overrides = "full" if "recompute" in name else "none", {"variable_seq_lengths": True}
     with changed(functools.partial(valued, head)) if critic else contextlib.nullcontext():
         chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
     return spec, chunks
+
+
+def further_losses() -> list[torch.Tensor]:
+    """Megatron's log of multi-token prediction, which is empty then. Ranks have parts of it."""
+    logged = [value.clone() for value in Log.tracker.values() if isinstance(value, torch.Tensor)]
+    Log.tracker.clear()
+    for value in logged:
+        torch.distributed.all_reduce(
+            value, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+    return logged
 
 
 def steps(name: str) -> list[Step]:
@@ -194,9 +210,9 @@ def steps(name: str) -> list[Step]:
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
     brings, critic = "r3" in name, "value" in name
     spec, chunks = model_of(name, layout, LinearForLastLayer)
-    ARGUMENTS.loss_type = loss_type(name)
+    ARGUMENTS.loss_type, ARGUMENTS.enable_mtp_training = loss_type(name), "mtp" in name
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
-    both.leaves_alike = "recompute" in name
+    both.leaves_alike, both.left = "recompute" in name, further_losses
     if spec.num_moe_experts:
         own_queues(chunks[0])
     # As slime's actor sets it.

@@ -226,7 +226,12 @@ PARTS: tuple[Feature, ...] = (
     # First: parts below it add to what it makes when an attempt begins.
     Feature("experts", f"{_FOLDER}experts.part:Routers", lambda _, rank: rank.model.has_experts),
     Feature("prompts across data-parallel ranks", f"{_FOLDER}across.part:Crossing", _may_cross),
-    Feature("multi-token prediction", f"{_FOLDER}mtp.part:MultiToken", _has_further_layer),
+    Feature(
+        "multi-token prediction",
+        f"{_FOLDER}mtp.part:MultiToken",
+        _has_further_layer,
+        takes=("mtp_kwargs",),
+    ),
     Feature("the replay of routes", f"{_FOLDER}replay.part:RoutedStep", _is_routed),
     Feature(
         "the overlap of reductions with backwards",

@@ -34,7 +34,7 @@ from megatron_prefix.lab.models import build as lab_build
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from tests.cases import DRAWN, FAMILIES, LAYOUTS, RECOMPUTES
-from tests.harness import lora, sparse
+from tests.harness import lora, mtp_keyword, sparse
 from tests.harness.own_delta import FULL, LINEAR, own_layers
 from tests.oracle import attention
 from tests.oracle.case import Case
@@ -192,6 +192,7 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "adapted fc2": lambda case: _adapted(targets=("linear_fc2",)),
     "adapted last": lambda case: _adapted(layers=(1,)),
     "adapted first": lambda case: _adapted(layers=(0,)),
+    "mtp keyword": lambda case: mtp_keyword.keyword(),
     "own delta attribute": lambda case: _own_delta(case, "attribute"),
     "own delta global": lambda case: _own_delta(case, "global"),
     "own delta keywords": lambda case: _own_delta(case, "keywords"),

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.lab.models.build import unwrap
+from tests.cases import FAMILIES
 from tests.oracle import data
 from tests.oracle.case import Case
 from tests.oracle.data import get
@@ -423,6 +424,8 @@ class Trainer:
             named["padding_mask"] = get(item, "padding_mask")
         if context is not None:
             named["output_processor_context"] = context
+        if FAMILIES[case.model].around == "mtp keyword" and torch.is_grad_enabled():
+            named["mtp_kwargs"] = {"mtp_labels": given}
         if case.arguments == "positional" and "labels" in named:
             return model(*head, None, named.pop("labels"), **named)
         if case.arguments != "keyword":

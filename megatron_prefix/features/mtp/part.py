@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +14,22 @@ import torch
 from megatron_prefix.errors import Reason, refused
 from megatron_prefix.features.across.communicator import Communicator
 from megatron_prefix.features.across.part import Crossing
-from megatron_prefix.features.mtp import layer
-from megatron_prefix.features.mtp.patches import scales_microbatches
+from megatron_prefix.features.mtp import methods
+from megatron_prefix.features.mtp.layer import LooksAhead
+from megatron_prefix.features.mtp.patches import (
+    KEYWORD,
+    TOKENS,
+    further_tokens,
+    scales_microbatches,
+)
+from megatron_prefix.features.mtp.step import StepAhead
 from megatron_prefix.features.mtp.tables import AheadTables, loss_sums
 from megatron_prefix.parts import Attempt, StepPart
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
     AHEAD_FACTOR,
+    AHEAD_KEYWORD,
     AHEAD_LABELS,
     AHEAD_NOTHING,
     AHEAD_PADDED,
@@ -37,13 +46,14 @@ from megatron_prefix.tree import Forest
 class MultiToken(StepPart):
     """Multi-token prediction in a call; without gradients it may have nothing to do."""
 
-    _step: layer.StepAhead | None = None  # of the last attempt
-    _inside: layer.LooksAhead | None = None
+    _step: StepAhead | None = None  # of the last attempt
+    _inside: LooksAhead | None = None
+    _has_loss = True
 
     def refusals(self) -> Iterator[Reason]:
         """See StepPart."""
         for model in self.rank.language_models:
-            yield from layer.refusals(model)
+            yield from methods.refusals(model)
 
     def read_last(self, capture: Capture, last: CallTokens | None) -> None:
         """See StepPart: refuses calls with which Megatron's fails, or does not move all labels."""
@@ -53,13 +63,16 @@ class MultiToken(StepPart):
             raise refused(AHEAD_TOKENS)
         if last.weights is None and self.rank.predicts_further:
             raise refused(AHEAD_TOKENS)
-        model = self.rank.language_models[-1]
-        if last.labels is None and layer.without_labels(model) is layer.WithoutLabels.FAILS:
+        model, calls = self.rank.language_models[-1], capture.calls(-1)
+        without = methods.without_labels(model, calls) if last.labels is None else None
+        if without is methods.WithoutLabels.FAILS:
             raise refused(AHEAD_LABELS)
-        packings = (call["packed_seq_params"] for call in capture.calls(-1))
+        self._has_loss = without is not methods.WithoutLabels.NO_LOSS
+        _check_keyword(model, calls)
+        packings = (call["packed_seq_params"] for call in calls)
         if scales_microbatches(packings, model.config):
             raise refused(AHEAD_FACTOR)
-        if self.rank.predicts_further and _leave_padding_out(capture.calls(-1)):
+        if self.rank.predicts_further and _leave_padding_out(calls):
             raise refused(AHEAD_PADDED)
         size = self.rank.groups.cp.size()
         ends = itertools.accumulate(sum(layout.lengths) // size for layout in last.layouts)
@@ -76,9 +89,10 @@ class MultiToken(StepPart):
             CannotShare: Megatron divides by zero: a microbatch has no weight on this rank.
         """
         samples, cp = step.samples, self.rank.groups.cp
-        if not (self.rank.is_last and samples and samples[0].weights is not None):
+        is_last = self.rank.is_last and self._has_loss
+        if not (is_last and samples and samples[0].weights is not None):
             return
-        division = layer.division(self.rank.language_models[-1])
+        division = methods.division(self.rank.language_models[-1])
         if division.per_token or division.clamps:
             return
         for depth in range(1, self.rank.model.looks_ahead + 1):
@@ -95,7 +109,7 @@ class MultiToken(StepPart):
         inside = hooks.kept.get(MultiToken)
         if inside is None or not inside.is_in_place:
             hooks.keep(MultiToken, None)
-            inside = layer.LooksAhead(model, hooks)
+            inside = LooksAhead(model, hooks)
             hooks.keep(MultiToken, inside, inside.overrides())
         self._step = self._read_tables(attempt) if self.rank.predicts_further else None
         inside.step, self._inside = self._step, inside
@@ -118,32 +132,44 @@ class MultiToken(StepPart):
             self._step.log()
             self._step = None
 
-    def _read_tables(self, attempt: Attempt) -> layer.StepAhead:
+    def _read_tables(self, attempt: Attempt) -> StepAhead:
         """What the layer reads in a step; with a communicator all its ranks call this."""
         step, contract, rank = attempt.step, attempt.contract, self.rank
         samples = step.samples
         if samples is None:
             raise RuntimeError("the last stage has no samples")
-        model, labels = rank.language_models[-1], attempt.stages[-1].has_labels
-        logs = model.training
-        if not labels and layer.without_labels(model) is layer.WithoutLabels.NO_LOSS:
+        model = rank.language_models[-1]
+        if not self._has_loss:
             samples = [replace(sample, weights=np.zeros(len(sample))) for sample in samples]
-            logs = False
         cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.model.sequence_ranks
         tables = AheadTables(
-            step.forest, samples, step.microbatch_of, layer.division(model), cp.rank(), cp.size(),
+            step.forest, samples, step.microbatch_of, methods.division(model), cp.rank(), cp.size(),
             rank.model.looks_ahead, apart=contract.scales is not None,
         )  # fmt: skip
         if (communicator := _crossing_ranks(attempt)) is not None:
             scale = 1.0
             if not rank.forward_only:
                 set_auxiliary_scales(contract, rank.models[-1], step.num_microbatches)
-                scale = layer.loss_scale()
+                scale = methods.loss_scale()
             _tell_owners(tables, step.forest, communicator, scale)
-        return layer.StepAhead(
+        return StepAhead(
             tables, rank.device, ranks, tp.rank() if ranks > 1 else 0,
-            None if contract.scales is None else contract.scales.further, logs=logs,
+            None if contract.scales is None else contract.scales.further,
+            logs=model.training and self._has_loss,
         )  # fmt: skip
+
+
+def _check_keyword(model: Any, calls: Sequence[ModelCall]) -> None:
+    """Refuses a keyword that is not slime's and miles', or tokens in it that the call does not
+    have."""
+    if all(call[KEYWORD] is None for call in calls):
+        return
+    for call in calls:
+        is_known = methods.has_keyword(model) and (call[KEYWORD] or {}).keys() <= {TOKENS}
+        if not is_known or further_tokens(call) is not call["input_ids"]:
+            raise refused(AHEAD_KEYWORD, KEYWORD)
+        if call["labels"] is not None or call["loss_mask"] is None:
+            raise refused(AHEAD_KEYWORD, KEYWORD)
 
 
 def _leave_padding_out(calls: Sequence[ModelCall]) -> bool:

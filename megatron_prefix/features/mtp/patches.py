@@ -3,6 +3,10 @@
 verl puts functions of one module into the instances (`patch_engine_mtp`). Its models return logits
 with and without labels, and predict further where calls have labels. With `detach_encoder` no
 gradient goes into embeddings and the decoder; before Megatron 0.17 none goes into the output layer.
+
+slime and miles change Megatron's files (slime's docker/patch/latest/megatron.patch, miles' fork):
+the model predicts further where calls have a keyword with tokens. Labels are made of these, and
+labels and weights move by one before the first layer; no gradient leaves the layers.
 """
 
 from __future__ import annotations
@@ -13,11 +17,18 @@ from typing import Any
 _VERL = "verl.models.mcore.mtp_patch"
 _FACTOR = "_verl_mtp_loss_normalization_factor"
 """Of a packing: by which verl multiplies the loss of a microbatch, if losses are per token."""
+KEYWORD, TOKENS = "mtp_kwargs", "mtp_labels"
+"""slime's and miles' keyword of the model, a dict, and what is in it."""
 
 
 def is_verls(method: Any) -> bool:
     """Whether verl has put a method into an instance."""
     return getattr(getattr(method, "__func__", None), "__module__", "") == _VERL
+
+
+def further_tokens(call: Any) -> Any:
+    """What the keyword of a model call has; None: nothing is predicted further."""
+    return (call[KEYWORD] or {}).get(TOKENS)
 
 
 def scales_microbatches(packings: Iterable[Any], config: Any) -> bool:

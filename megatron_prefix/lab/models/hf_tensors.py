@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -96,6 +96,17 @@ def ahead_apart(_: ModelSpec, depth: int) -> Ahead | None:
     )  # fmt: skip
 
 
+def ahead_as_blocks(spec: ModelSpec, depth: int) -> Ahead:
+    """Nemotron-H (`mtp_hybrid_override_pattern`): blocks of all depths are numbered in one row;
+    what is around a stack is with the first or the last of its blocks."""
+    num = len(spec.mtp_hybrid_override_pattern)
+    first, last = f"mtp.layers.{depth * num}", f"mtp.layers.{(depth + 1) * num - 1}"
+    return Ahead(
+        "mtp.layers", f"{first}.enorm.weight", f"{first}.hnorm.weight", f"{first}.eh_proj.weight",
+        f"{last}.final_layernorm.weight",
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Format:
     """How a family calls its tensors.
@@ -157,21 +168,32 @@ def sources(spec: ModelSpec, form: Format) -> dict[str, Source]:
             found[f"decoder.layers.{layer}.{name}"] = source
     for depth in range(spec.mtp_num_layers or 0):
         if own := form.ahead(spec, depth):
-            parts = _ahead(spec, form, own)
+            parts = _ahead(spec, form, own, depth)
             found |= {f"mtp.layers.{depth}.{name}": source for name, source in parts}
     return found
 
 
-def _ahead(spec: ModelSpec, form: Format, own: Ahead) -> Sources:
-    """Of multi-token prediction, whose layer is as the model's last; both sides put the embedding
-    in front of the hidden states."""
+def _ahead(spec: ModelSpec, form: Format, own: Ahead, depth: int) -> Sources:
+    """Of multi-token prediction, whose layer is as the model's last, or in a hybrid model a stack;
+    both sides put the embedding in front of the hidden states."""
     hidden = spec.hidden_size
     yield "enorm.weight", whole(own.embedding_norm, hidden)
     yield "hnorm.weight", whole(own.hidden_norm, hidden)
     yield "eh_proj.weight", whole(own.projection, hidden, 2 * hidden)
     yield "final_layernorm.weight", whole(own.norm, hidden)
-    for name, source in _layer(spec, form, spec.num_layers - 1, own.inner):
-        yield f"transformer_layer.{name}", source
+    if not form.hybrid:
+        for name, source in _layer(spec, form, spec.num_layers - 1, own.inner):
+            yield f"transformer_layer.{name}", source
+        return
+    symbols = spec.mtp_hybrid_override_pattern
+    stack = replace(
+        spec, num_layers=len(symbols), hybrid_override_pattern=symbols, mtp_num_layers=None,
+        mtp_hybrid_override_pattern="",
+    )  # fmt: skip
+    for place in range(len(symbols)):
+        at = f"{own.inner}.{depth * len(symbols) + place}"
+        for name, source in _block(stack, form, place, at):
+            yield f"transformer_layer.layers.{place}.{name}", source
 
 
 def shapes(found: dict[str, Source]) -> dict[str, tuple[int, ...]]:
@@ -346,8 +368,9 @@ def mamba(spec: ModelSpec, at: str) -> Sources:
     convolved = (values, groups, groups)
     projected = _pieces(f"{at}.in_proj.weight", (values, *convolved, heads), hidden)
     yield "mixer.in_proj.weight", projected
-    yield "mixer.conv1d.weight", _pieces(f"{at}.conv1d.weight", convolved, 1, 4)
-    yield "mixer.conv1d.bias", _pieces(f"{at}.conv1d.bias", convolved)
+    for dot in ".", "_":  # since 0.19
+        yield f"mixer.conv1d{dot}weight", _pieces(f"{at}.conv1d.weight", convolved, 1, 4)
+        yield f"mixer.conv1d{dot}bias", _pieces(f"{at}.conv1d.bias", convolved)
     for name in ("dt_bias", "A_log", "D"):
         yield f"mixer.{name}", whole(f"{at}.{name}", heads)
     yield "mixer.norm.weight", whole(f"{at}.norm.weight", values)

@@ -26,6 +26,7 @@ from megatron_prefix.lab.models.hf_tensors import (
     Rows,
     Source,
     ahead_apart,
+    ahead_as_blocks,
     ahead_as_layer,
     biased_experts,
     delta_by_heads,
@@ -46,7 +47,7 @@ _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _FREE = {
     "name", "num_layers", "init_method_std", "max_position", "moe_layer_freq",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-    "moe_router_bias_update_rate", "mtp_num_layers",
+    "moe_router_bias_update_rate", "mtp_num_layers", "mtp_hybrid_override_pattern",
 }  # fmt: skip
 
 
@@ -54,7 +55,9 @@ _FORMATS: dict[str, Format] = {
     "qwen3_next": Format(recurrent=delta_by_heads, ahead=ahead_apart),
     "qwen3_5_text": Format(recurrent=delta_by_piece, ahead=ahead_apart),
     "qwen3_5_moe_text": Format(recurrent=delta_by_piece, ahead=ahead_apart),
-    "nemotron_h": Format("backbone", "embeddings", "norm_f", mamba, hybrid=True),
+    "nemotron_h": Format(
+        "backbone", "embeddings", "norm_f", mamba, hybrid=True, ahead=ahead_as_blocks
+    ),
     "deepseek_v3": Format(layers_unread=True, ahead=ahead_as_layer),
     "glm4_moe_lite": Format(layers_unread=True, ahead=ahead_as_layer),
     "gpt_oss": Format(experts=biased_experts),
@@ -117,7 +120,9 @@ class HFWeights:
             raise UserError(
                 f"{self.folder}: this model family has one MTP layer; give --set mtp_num_layers=1"
             )
-        self.whole = dataclasses.replace(self.whole, mtp_num_layers=spec.mtp_num_layers)
+        further = "mtp_num_layers", "mtp_hybrid_override_pattern"
+        given = {name: getattr(spec, name) for name in further}
+        self.whole = dataclasses.replace(self.whole, **given)
         self.sources = sources(self.whole, self._format)
         self._copies = self._known_copies()
         self._check_tensors()
@@ -282,7 +287,8 @@ def _check_same(folder: Path, whole: ModelSpec, spec: ModelSpec) -> None:
         wrong.append(f"num_layers {spec.num_layers} instead of {whole.num_layers}")
     if not wrong and spec.layers != whole.layers[: spec.num_layers]:
         wrong.append("experts in different layers")
-    if not wrong and spec.mtp_num_layers and spec.layers[-1] != whole.layers[-1]:
+    copies_last = spec.mtp_num_layers and not spec.mtp_hybrid_override_pattern
+    if not wrong and copies_last and spec.layers[-1] != whole.layers[-1]:
         wrong.append("a different last layer, which the MTP layer copies")
     if wrong:
         raise UserError(

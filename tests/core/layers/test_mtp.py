@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.features.mtp.layer import WithoutLabels, without_labels
+from megatron_prefix.features.mtp.methods import WithoutLabels, without_labels
 from megatron_prefix.features.mtp.part import MultiToken
 from megatron_prefix.lab import numerics
 from megatron_prefix.lab.models.build import unwrap
@@ -20,6 +20,7 @@ from tests.harness import calls, failures, hybrid, steps
 from tests.harness.calls import Form, Trainer
 from tests.harness.failures import Countdown, Fault
 from tests.harness.mtp import assert_same, masked, model_of, run
+from tests.harness.mtp_keyword import keyword
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
 from tests.harness.steps import Contract
@@ -153,19 +154,58 @@ def refused(match, model, contract=None, **options):
         run(schedule_with(), model, contract, items, **options)
 
 
-def test_layers_that_recomputation_cuts_off(monkeypatch):
-    """As verl's with `detach_encoder`: a checkpoint of which no input has a gradient has none."""
-    model = model_of()
-    config = unwrap(model).config
-    [layer] = unwrap(model).mtp.layers
+def test_a_trainer_that_puts_back_what_an_earlier_step_had_there():
+    """As verl does when it takes its patch out: what it has kept is a method of ours."""
+    items, schedule, model = hybrid.items(), schedule_with(), model_of()
+    inner, contract = unwrap(model), Contract()
+    expected = run(schedule, model, contract, items)
 
-    def method(self, *args, **named):
-        return type(self)._get_embeddings(self, *args, **named)
+    def method(self, **named):
+        return type(self)._postprocess(self, **named)
 
     method.__module__ = "verl.models.mcore.mtp_patch"
-    layer._get_embeddings = MethodType(method, layer)
-    monkeypatch.setattr(config, "recompute_granularity", "full")
-    refused("detach_encoder and full recomputation", model)
+    kept, inner._postprocess = inner._postprocess, MethodType(method, inner)
+    run(schedule, model, contract, items)
+    inner._postprocess = kept
+    found = run(schedule, model, contract, items)
+    assert all(map(torch.equal, found.gradients.values(), expected.gradients.values()))
+    assert torch.equal(found.logged["values"], expected.logged["values"])
+
+
+class WithTokens(Contract):
+    """Calls the model as slime and miles do."""
+
+    def __init__(self, **change):
+        super().__init__(logits=True)
+        vars(self)["change"] = change
+
+    def step(self, data_iterator, model):
+        def call(tokens, *args, **named):
+            given = {"mtp_kwargs": {"mtp_labels": tokens}, **self.change}
+            return model(tokens, *args, **{**named, **given})
+
+        return super().step(data_iterator, call)
+
+
+def test_patches_of_slime_and_miles_that_do_otherwise():
+    """Older ones train the output layer, too."""
+    for change in ({"trains_head": True}, {"moves_mask": False}):
+        with keyword(**change):
+            refused("GPTModel's own _postprocess", model_of(), WithTokens())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mtp_kwargs": {"mtp_labels": torch.zeros(1, 1)}},
+        {"mtp_kwargs": {"mtp_labels": None, "mtp_depth": 2}},
+        {"loss_mask": None},
+    ],
+    ids=["other tokens", "another key", "no mask"],
+)
+def test_keywords_that_say_more_than_tokens(change):
+    with keyword():
+        refused("model calls with mtp_kwargs", model_of(), WithTokens(**change))
 
 
 def test_what_replaces_megatrons_methods():

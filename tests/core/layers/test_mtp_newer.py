@@ -18,7 +18,7 @@ if __name__ == "__main__":
 import megatron.core
 import pytest
 
-from megatron_prefix.features.mtp.layer import WithoutLabels, without_labels
+from megatron_prefix.features.mtp.methods import WithoutLabels, without_labels
 from tests import judge
 from tests.cases import FAMILIES, row
 from tests.core.trainers.registry import installed

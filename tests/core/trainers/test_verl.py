@@ -14,7 +14,7 @@ from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
 
 ROOT = Path(__file__).parents[3]
-LAYOUTS = ("tp2-pp2", "cp2-fused", "pp2-mtp-detached", "pp2-mtp-recompute", "1-plugin")
+LAYOUTS = ("tp2-pp2", "cp2-fused", "pp2-mtp-detached-recompute", "1-mtp-detached", "1-plugin")
 """The last one with the schedule that verl's plugin puts into its engine."""
 FORMS = {
     "1-padded-auto": ("", ""), "pp2-r2-auto": ("records routes", ""),

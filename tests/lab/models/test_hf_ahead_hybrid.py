@@ -1,0 +1,161 @@
+"""Hugging Face weights of multi-token prediction in Nemotron-H, by a newer Megatron-Core: its loss
+with transformers' own layers between the parts that are added.
+
+Run as a script it prints the loss in whatever release is installed, and by transformers.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+if __name__ == "__main__":
+    from tests.core.trainers import stand_ins
+
+    stand_ins.for_megatron()
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.hf_weights import HFWeights
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.models.weights import padded_vocab
+from megatron_prefix.lab.runtime import Layout
+from tests.core.trainers.registry import installed
+from tests.harness import hf_checkpoints
+from tests.harness.data import REPOSITORY
+from tests.harness.ranks import run_ranks
+from tests.lab.models.test_hf_ahead import sample
+
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+PATTERN, FURTHER = "MEM*-E", "*E"
+DEPTHS = 2
+FIELDS = {"mtp_num_layers": DEPTHS, "mtp_hybrid_override_pattern": FURTHER}
+
+
+def checkpoint(folder):
+    """Saves one with two layers of multi-token prediction; their losses on `sample()`."""
+    kind, options = hf_checkpoints.FAMILIES["nemotron-h-moe"]
+    deeper = {**options, "hybrid_override_pattern": PATTERN + FURTHER * DEPTHS}
+    hf_checkpoints.FAMILIES["deeper"] = kind, deeper
+    model = hf_checkpoints.make(folder, "deeper", shard_size="1GB")
+    width, draw = model.config.hidden_size, torch.Generator().manual_seed(3)
+    tensors, parts = {}, []
+    for name, one in safetensors.load_file(folder / "model.safetensors").items():
+        number = int(name.split(".")[2]) if name.startswith("backbone.layers.") else 0
+        own = number - len(PATTERN)
+        if own >= 0:
+            name = name.replace(f"backbone.layers.{number}.", f"mtp.layers.{own}.")
+        tensors[name] = one
+    for depth in range(DEPTHS):
+        first, last = (depth * len(FURTHER) + place for place in (0, len(FURTHER) - 1))
+        norms = [1 + torch.randn(width, generator=draw) / 10 for _ in range(3)]
+        both = torch.randn(width, 2 * width, generator=draw) / 10
+        names = f"{first}.enorm", f"{first}.hnorm", f"{last}.final_layernorm", f"{first}.eh_proj"
+        parts.append([*norms, both])
+        own = zip(names, parts[-1], strict=True)
+        tensors |= {f"mtp.layers.{name}.weight": one for name, one in own}
+    safetensors.save_file(tensors, folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for name in ("layers_block_type", "layer_types"):
+        if name in values:
+            values[name] = values[name][: len(PATTERN)]
+    if "hybrid_override_pattern" in values:
+        values["hybrid_override_pattern"] = PATTERN
+    values |= {"num_hidden_layers": len(PATTERN), "num_nextn_predict_layers": DEPTHS}
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return expected(model, parts)
+
+
+@torch.no_grad()
+def expected(model, parts):
+    """The losses by transformers: its decoder, then later layers as decoders of their own."""
+    inputs, labels = sample()
+    inner, layers, norm, losses = model.model, [*model.model.layers], model.model.norm_f, []
+
+    def normed(x, weight):
+        norm.weight.copy_(weight)
+        return norm(x)
+
+    def run(start, num, **given):
+        inner.layers = nn.ModuleList(layers[start : start + num])
+        return inner(**given, use_cache=False).last_hidden_state
+
+    hidden, tokens = run(0, len(PATTERN), input_ids=inputs), inputs
+    for depth, (of_rows, of_hidden, last, both) in enumerate(parts):
+        tokens = torch.cat([tokens[:, 1:], tokens[:, :1] * 0], 1)
+        joined = torch.cat(
+            [normed(inner.embeddings(tokens), of_rows), normed(hidden, of_hidden)], -1
+        )
+        norm.weight.copy_(last)
+        start = len(PATTERN) + depth * len(FURTHER)
+        hidden = run(start, len(FURTHER), inputs_embeds=joined @ both.T)
+        more = padded_vocab(hf_checkpoints.VOCAB, 1) - hf_checkpoints.VOCAB  # with logits of zero
+        padded = nn.functional.pad(model.lm_head(hidden)[0, : -1 - depth], (0, more))
+        losses.append(float(nn.functional.cross_entropy(padded, labels[0, 1 + depth :])))
+    return losses
+
+
+def on_rank(folder, layout):
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Log
+
+    runtime.initialize(layout)
+    Log.tracker.clear()  # a rank begins with what this process has logged
+    spec = resolve(str(folder), **FIELDS)
+    [model] = build_model(spec, layout=layout, load_hf=str(folder), wrap_ddp=False)
+    inputs, labels = sample()
+    places, mask = torch.arange(inputs.shape[1])[None], torch.ones_like(labels)
+    unwrap(model)(inputs, places, None, labels=labels, loss_mask=mask)
+    return Log.tracker["loss_values"].tolist()
+
+
+def test_every_tensor_has_its_place(tmp_path):
+    checkpoint(tmp_path)
+    for fields in (FIELDS, FIELDS | {"mtp_num_layers": 1}, {}):
+        HFWeights(tmp_path, resolve(str(tmp_path), **fields))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"mtp_num_layers": 3}, r"mtp\.layers\.4\.eh_proj"),
+        ({"mtp_hybrid_override_pattern": "*-"}, r"mtp\.layers\.1\.mixer\.down"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path, change, name):
+    checkpoint(tmp_path)
+    with pytest.raises(UserError, match=rf"missing tensors.*{name}"):
+        HFWeights(tmp_path, resolve(str(tmp_path), **FIELDS | change))
+
+
+@pytest.mark.slow
+def test_the_losses_are_those_of_the_parts():
+    folders = [str(installed("megatron")), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.lab.models.test_hf_ahead_hybrid"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+    )  # fmt: skip
+    assert not done.returncode, done.stderr[-4000:]
+    ours, theirs = json.loads(done.stdout.splitlines()[-1])
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def main():
+    """See the top of the file."""
+    with tempfile.TemporaryDirectory() as made:
+        theirs = checkpoint(Path(made))
+        [ours] = run_ranks(1, partial(on_rank, made, Layout()))
+    sys.stdout.write(json.dumps([ours, theirs]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
