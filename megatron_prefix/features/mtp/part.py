@@ -162,7 +162,7 @@ class MultiToken(StepPart):
 def _check_keyword(model: Any, calls: Sequence[ModelCall]) -> None:
     """Refuses a keyword that is not slime's and miles', or tokens in it that the call does not
     have."""
-    if all(call[KEYWORD] is None for call in calls):
+    if all(call.keyword(KEYWORD) is None for call in calls):
         return
     for call in calls:
         is_known = methods.has_keyword(model) and (call[KEYWORD] or {}).keys() <= {TOKENS}

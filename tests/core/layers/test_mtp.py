@@ -200,8 +200,9 @@ def test_patches_of_slime_and_miles_that_do_otherwise():
         {"mtp_kwargs": {"mtp_labels": torch.zeros(1, 1)}},
         {"mtp_kwargs": {"mtp_labels": None, "mtp_depth": 2}},
         {"loss_mask": None},
+        {"mtp_kwargs": None, "extra_block_kwargs": {"mtp_kwargs": {}}},
     ],
-    ids=["other tokens", "another key", "no mask"],
+    ids=["other tokens", "another key", "no mask", "for the decoder"],
 )
 def test_keywords_that_say_more_than_tokens(change):
     with keyword():
