@@ -19,19 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from benchmarks.trainers.slime_steps import further_losses
-from megatron_prefix.lab import runtime
-from megatron_prefix.lab.models.build import build_model, unwrap
-from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.trainers.table import NEMO_RL
-from tests.core.trainers import worker
-from tests.core.trainers.both import Both, Step, changed, config_of
-from tests.core.trainers.megatron_lm_steps import run_on_cpu
-from tests.core.trainers.verl_steps import PROMPT, VOCAB, drawn_routes, rows
-from tests.oracle import attention
+from tests.core.trainers import stand_ins
+
+stand_ins.for_megatron()
+
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.moe.router_replay import RouterReplay  # noqa: E402
+
+from benchmarks.trainers.slime_steps import further_losses  # noqa: E402
+from megatron_prefix.lab import runtime  # noqa: E402
+from megatron_prefix.lab.models.build import build_model, unwrap  # noqa: E402
+from megatron_prefix.lab.models.presets import resolve  # noqa: E402
+from megatron_prefix.trainers.table import NEMO_RL  # noqa: E402
+from tests.core.trainers import worker  # noqa: E402
+from tests.core.trainers.both import Both, Step, changed, config_of  # noqa: E402
+from tests.core.trainers.megatron_lm_steps import run_on_cpu  # noqa: E402
+from tests.core.trainers.verl_steps import PROMPT, VOCAB, drawn_routes, rows  # noqa: E402
+from tests.oracle import attention  # noqa: E402
 
 NEWER = "megatron.core.transformer.moe.moe_logging"
 HEADS = "megatron/bridge/models/common/heads.py"
@@ -177,7 +182,9 @@ def steps(name: str) -> list[Step]:
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     (spec, chunk), fused = model_of(name, layout), {"use_fused_linear_logprobs": "fused" in name}
-    train.get_forward_backward_func = both = Both(config_of(name), samples=NEMO_RL.samples)
+    train.get_forward_backward_func = both = Both(
+        config_of(name), samples=NEMO_RL.samples, masks_tokens=NEMO_RL.masks_tokens
+    )
     replays = {"use_router_replay": "r3" in name}
     both.state = lambda: RouterReplay.global_router_replay_instances
     both.leaves_alike, both.left = "recompute" in name, further_losses

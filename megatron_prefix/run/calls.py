@@ -135,8 +135,8 @@ class Callbacks:
             may cross ranks in these calls, too (`PrefixConfig.across_ranks`).
         slices: how calls are cut for context-parallel ranks; contiguous parts are refused.
         masks_tokens: the loss_mask of a call is over tokens, not over the positions that predict
-            them (ROLL), or for multi-token prediction alone (verl). It is then ignored, and every
-            position counts as trained.
+            them (ROLL), or for multi-token prediction alone (verl, NeMo-RL). It is then ignored:
+            every position counts as trained, or those that `samples` says.
         sums_gradients: the trainer sums gradients over data-parallel ranks after the schedule.
             Without it prompts cross ranks only for models in Megatron's DistributedDataParallel.
     """

@@ -124,6 +124,7 @@ NEMO_RL = Trainer(
     " ranks divide",
     refused=(MULTIMODAL,),
     samples=_nemo_samples,
+    masks_tokens=True,  # for multi-token prediction alone: `token_mask`
     images=MULTIMODAL,
 )
 

@@ -105,13 +105,15 @@ def test_before_the_command_line_is_parsed_nothing_is_refused(monkeypatch):
     assert table.MEGATRON_LM.refusal() is None
 
 
-@pytest.mark.parametrize("trainer", [table.ROLL, table.SLIME], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "trainer", [table.ROLL, table.SLIME, table.NEMO_RL], ids=lambda one: one.name
+)
 def test_rolls_masks_are_over_tokens(monkeypatch, trainer):
     imported(monkeypatch, trainer.module)
     try:
         auto.on(PrefixConfig(mode="on"))
         found = schedules.get_forward_backward_func(1, None)
-        assert found.callbacks.masks_tokens is (trainer in (table.ROLL, table.VERL))
+        assert found.callbacks.masks_tokens is (trainer is not table.SLIME)
     finally:
         auto.off()
 
