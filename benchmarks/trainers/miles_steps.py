@@ -87,8 +87,7 @@ def steps(name: str) -> list[Step]:
     runtime.initialize(layout)
     prepare()
     spec, chunks = slime_steps.model_of(name, layout, LinearForLastLayer)
-    ARGUMENTS.loss_type = slime_steps.loss_type(name)
-    ARGUMENTS.enable_mtp_training = "mtp" in name
+    ARGUMENTS.loss_type, ARGUMENTS.enable_mtp_training = slime_steps.loss_type(name), "mtp" in name
     miles_model.get_forward_backward_func = both = Both(config_of(name), state=states)
     both.leaves_alike, both.left = "recompute" in name, slime_steps.further_losses
     data = slime_steps.rollout_data(cp_utils.slice_log_prob_with_cp, turns="sft" in name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -28,16 +28,7 @@ def keyword(*, trains_head: bool = False, moves_mask: bool = True) -> Iterator[N
         trains_head: gradients of further labels go into the output layer, as before.
         moves_mask: as labels.
     """
-    call, head = GPTModel.forward, GPTModel._postprocess
-    embed = MultiTokenPredictionLayer._get_embeddings
-
-    def forward(self: Any, input_ids: Any, position_ids: Any, attention_mask: Any,
-                mtp_kwargs: Any = None, **named: Any) -> Any:  # fmt: skip
-        self.further = mtp_kwargs
-        try:
-            return call(self, input_ids, position_ids, attention_mask, **named)
-        finally:
-            self.further = None
+    head = GPTModel._postprocess
 
     def _postprocess(self: Any, hidden_states: Tensor, input_ids: Any, position_ids: Any,
                      labels: Any, rotary_pos_emb: Any, rotary_pos_cos: Any, rotary_pos_sin: Any,
@@ -56,21 +47,41 @@ def keyword(*, trains_head: bool = False, moves_mask: bool = True) -> Iterator[N
                 rotary_pos_cos, rotary_pos_sin, **named,
             )  # fmt: skip
 
-    def _get_embeddings(self: Any, *args: Any, hidden_states: Tensor, **named: Any) -> Any:
-        hidden = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=False)
-        *ids, rows, hidden = embed(self, *args, hidden_states=hidden, **named)
-        return *ids, rows.detach(), hidden
-
     patches = (
-        (GPTModel, forward),
+        (GPTModel, _forward(GPTModel.forward)),
         (GPTModel, _postprocess),
-        (MultiTokenPredictionLayer, _get_embeddings),
+        (MultiTokenPredictionLayer, _embeddings(MultiTokenPredictionLayer._get_embeddings)),
     )
     with contextlib.ExitStack() as stack:
         for owner, method in patches:
             method.__module__ = owner.__module__  # as in a changed file of Megatron's
             stack.enter_context(mock.patch.object(owner, method.__name__, method))
         yield
+
+
+def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """With the keyword."""
+
+    def forward(self: Any, input_ids: Any, position_ids: Any, attention_mask: Any,
+                mtp_kwargs: Any = None, **named: Any) -> Any:  # fmt: skip
+        self.further = mtp_kwargs
+        try:
+            return stock(self, input_ids, position_ids, attention_mask, **named)
+        finally:
+            self.further = None
+
+    return forward
+
+
+def _embeddings(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """No gradient leaves the first layer."""
+
+    def _get_embeddings(self: Any, *args: Any, hidden_states: Tensor, **named: Any) -> Any:
+        hidden = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=False)
+        *ids, rows, hidden = stock(self, *args, hidden_states=hidden, **named)
+        return *ids, rows.detach(), hidden
+
+    return _get_embeddings
 
 
 def _with_losses(

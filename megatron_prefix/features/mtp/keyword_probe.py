@@ -60,7 +60,12 @@ def _seen(postprocess: Any, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler as Scaler
 
     head, losses = _Head(), torch.zeros(mask.shape, requires_grad=True)
-    labels_and_logits: list[tuple[Tensor, Tensor]] = []
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def loss(labels: Tensor, logits: Tensor) -> Tensor:
+        seen.append((labels, logits))
+        return losses
+
     config = SimpleNamespace(
         mtp_num_layers=1, mtp_loss_scaling_factor=1.0, calculate_per_token_loss=False
     )
@@ -68,7 +73,7 @@ def _seen(postprocess: Any, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
         config=config, training=False, post_process=True, share_embeddings_and_output_weights=False,
         cp_group=None, fuse_linear_cross_entropy=False, embedding=None, output_layer=head,
         mtp=lambda hidden_states, **_: torch.cat([hidden_states] * 2),
-        compute_language_model_loss=lambda *pair: labels_and_logits.append(pair) or losses,
+        compute_language_model_loss=loss,
     )  # fmt: skip
     before, Scaler.main_loss_backward_scale = Scaler.main_loss_backward_scale, torch.ones(())
     try:
@@ -80,7 +85,7 @@ def _seen(postprocess: Any, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
         (weights,) = torch.autograd.grad(head.inputs[-1].sum(), losses)
     finally:
         Scaler.main_loss_backward_scale = before
-    [(labels, logits)] = labels_and_logits
+    [(labels, logits)] = seen
     return labels, weights, logits.requires_grad
 
 
