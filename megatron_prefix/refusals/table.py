@@ -181,6 +181,7 @@ DETERMINISTIC = Refusal("deterministic_mode with recurrent layers", "module", NO
 MAMBA_PATH = Refusal("use_mamba_mem_eff_path off", "module", NOT_YET, "turn it on: the other path takes no initial states")
 DELTA_CP = Refusal("GatedDeltaNet with context parallelism", "module", NOT_YET, "install megatron-core 0.18 or newer")
 OWN_DELTA_CP = Refusal("a trainer's own GatedDeltaNet with context parallelism", "module", NOT_YET, "use tensor parallelism instead, or the stock schedule")
+OWN_DELTA_CUT = Refusal("slime's GatedDeltaNet with context parallelism, whose ranks drop gradients of one another's positions", "module", WRONG, "use tensor parallelism, Megatron's own GatedDeltaNet, or miles' context parallelism by flash-linear-attention: layers below it get wrong gradients in either schedule")
 OWN_DELTA_STAGES = Refusal("a trainer's own GatedDeltaNet, and a pipeline stage without any", "module", NOT_YET, "use fewer stages, or the stock schedule: only a stage that has one knows its sizes")
 OWN_DELTA_MIXES = Refusal("layer …'s …, which mixes positions outside of its convolution and its recurrence", "module", NOT_YET, "use the stock schedule")
 DELTA_KERNEL = Refusal("GatedDeltaNet's kernel does not work here (…)", "module", NOT_YET, "see `megatron-prefix doctor`, or use the stock schedule")

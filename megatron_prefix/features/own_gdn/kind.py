@@ -20,6 +20,7 @@ from megatron_prefix.refusals.table import (
     DELTA_KERNEL,
     OTHER_MIXER,
     OWN_DELTA_CP,
+    OWN_DELTA_CUT,
     OWN_DELTA_MIXES,
     OWN_DELTA_STAGES,
 )
@@ -77,8 +78,9 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         from megatron_prefix.features.recurrent import probe
 
         inside, config = module.linear_attn, model.config
-        if config.context_parallel_size > 1:
-            yield OWN_DELTA_CP.given()
+        if config.context_parallel_size > 1:  # miles' is right, if flash-linear-attention has it
+            is_right = getattr(module, "hybrid_cp", False)
+            yield (OWN_DELTA_CP if is_right else OWN_DELTA_CUT).given()
         layers = _own_layers(module.hf_config)
         if module.layer_number - 1 not in layers:
             yield OTHER_MIXER.given(number, type(inside).__name__)

@@ -34,6 +34,11 @@ def _context_parallel(model, patch):
     patch.setattr(model.config, "context_parallel_size", 2)
 
 
+def _context_parallel_by_fla(model, patch):
+    _context_parallel(model, patch)
+    model.decoder.layers[0].self_attention.hybrid_cp = True
+
+
 def _another_around(model, patch):
     stock = own_delta.Attention.hf_forward
     patch.setattr(own_delta.Attention, "hf_forward", lambda *given: stock(*given).roll(1))
@@ -86,7 +91,8 @@ def _stage_without(model, patch):
 
 
 REFUSED: dict[Callable[[Any, pytest.MonkeyPatch], None], str] = {
-    _context_parallel: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
+    _context_parallel: "slime's GatedDeltaNet with context parallelism, whose ranks drop",
+    _context_parallel_by_fla: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
     _another_around: "layer 0's mixer Attention: use Megatron's own",
     _reads_more: "layer 0's mixer Attention: use Megatron's own",
     _another_convolution: "layer 0's mixer Attention: use Megatron's own",
