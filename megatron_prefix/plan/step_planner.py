@@ -21,6 +21,10 @@ from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
 from megatron_prefix.tree.packing import MicrobatchRows
 
+FEWEST_SEGMENTS = 4
+"""For each rank of a pipeline; where there are fewer, shorter segments are tried. Of p ranks' turns
+p - 1 in 4p + p - 1 are waits."""
+
 
 class Forecast(NamedTuple):
     """What is predicted of a plan.
@@ -97,6 +101,7 @@ class StepPlanner:
         self._lengths = _segment_lengths(config)
         # Longest segments have fewest launches; in a pipeline shorter ones may wait less.
         self._least = len(self._lengths) if config.segment_tokens == "auto" else min(2, num_ranks)
+        self._fewest = FEWEST_SEGMENTS * num_ranks if num_ranks > 1 else 0
         self._file = None
         if config.plan_file:
             self._file = features.load(features.PLAN_FILE)(config.plan_file, config.memory)
@@ -160,12 +165,15 @@ class StepPlanner:
         return length, joint.forest
 
     def _by_length(self, judged: Callable[[int], Tried]) -> list[Tried]:
-        """Tries lengths until one settles the search, and then one between that and the next longer
-        length: two answers of 2,050 positions do not fit a segment of 4,096."""
+        """Tries lengths until one settles the search and fills the pipeline, and then one between
+        the longest that settles and the next longer length: two answers of 2,050 positions do not
+        fit a segment of 4,096."""
         tried: list[Tried] = []
         for length in self._lengths:
             tried.append(judged(length))
-            if tried[-1][0].settles and len(tried) >= self._least:
+            forecast, _, joint = tried[-1]
+            fills = len(joint.forest.segments) >= self._fewest
+            if forecast.settles and fills and len(tried) >= self._least:
                 break
         settled = max((length for forecast, length, _ in tried if forecast.settles), default=0)
         longer = min((length for _, length, _ in tried if length > settled), default=0)

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.cli import arguments, plan_ranks
 from megatron_prefix.lab.cli.inputs import load_groups
 from megatron_prefix.lab.cli.outputs import check_outputs, write_text
+from megatron_prefix.lab.cli.progress import watched
 from megatron_prefix.lab.cli.report import counted, facts, number, print_facts, print_json
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
@@ -49,7 +50,8 @@ the first. The makespan is how long the step takes, in tokens of forward work (a
 twice, communication not at all), and the bubble is the share of it in which ranks wait. The speedup
 is that of the layout, waits and launches included, over the stock schedule on rollouts packed to at
 most 16,384 tokens. No memory limit is applied: lengths that
-are auto are those with the shortest predicted step, and the peak is printed.
+are auto are those with the shortest predicted step, and the peak is printed. Where --vpp makes the
+predicted step longer, a line says by how much (time_over_one_chunk in --json).
 
 With --dp N the step is dealt to N ranks. A table shows how many tokens each rank has, how many it
 executes if it shares alone, and how many are left if every prompt runs once in the job; the rest of
@@ -159,19 +161,35 @@ def run(args: argparse.Namespace) -> int:
     else:
         stderr = args.csv == "-"
         print_facts(_title(args, step), _facts(step, result), stderr=stderr)
-        if result["bubble_fraction"] > MUCH_BUBBLE:
-            print(_hint(args, step), file=sys.stderr if stderr else sys.stdout)
+        for hint in _hints(args, step, result):
+            print(hint, file=sys.stderr if stderr else sys.stdout)
         if step.dealt is not None:
             plan_ranks.show(step.dealt, stderr=stderr)
     return 0
 
 
-def _hint(args: argparse.Namespace, step: _PlannedStep) -> str:
-    """What to do about stages that wait long."""
-    waits = f"stages wait {step.timeline.bubble_fraction:.1%} of the time"
-    if args.chunk_tokens != "auto":
-        return f"{waits}: --chunk-tokens auto finds lengths of chunks and segments that wait less"
-    return f"{waits}: give more groups a step, or fewer stages (--pp)"
+def _hints(args: argparse.Namespace, step: _PlannedStep, result: dict[str, Any]) -> Iterator[str]:
+    """What to do about stages that wait long, and about model chunks that only cost time."""
+    if result["bubble_fraction"] > MUCH_BUBBLE:
+        waits = f"stages wait {step.timeline.bubble_fraction:.1%} of the time"
+        if args.chunk_tokens != "auto":
+            mend = "--chunk-tokens auto finds lengths of chunks and segments that wait less"
+        else:
+            mend = "give more groups a step, or fewer stages (--pp)"
+        yield f"{waits}: {mend}"
+    if (result["time_over_one_chunk"] or 0.0) > 1:
+        more = result["time_over_one_chunk"] - 1
+        yield f"--vpp {step.layout.vpp} is predicted to take {more:.1%} longer than --vpp 1"
+
+
+def _over_one_chunk(step: _PlannedStep) -> float | None:
+    """The predicted time over that of the same segments with one model chunk a rank."""
+    if step.layout.vpp == 1:
+        return None
+    whole = replace(step.layout, vpp=1)
+    plan = best_plan(step.forest, whole.pp, run_ahead=step.config.run_ahead)
+    seconds = _predicted(step._replace(layout=whole, plan=plan)).prefix_seconds
+    return _predicted(step).prefix_seconds / seconds
 
 
 def _options(args: argparse.Namespace, config: PrefixConfig, layout: Layout) -> TreeOptions:
@@ -194,8 +212,9 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     # The model only gives costs; an open vocabulary takes its size from the rollouts.
     model = model if model.vocab_size else model.with_vocab(largest + 1)
     pairs = pairs_of_groups(groups, model.needs_tails)
-    steps = []
-    for length in _segment_lengths(args):
+    steps: list[_PlannedStep] = []
+    lengths = _segment_lengths(args)
+    for length in watched(args, lengths, "lengths of segments planned", len(lengths)):
         config, forest = _cut(args, layout, model, pairs, replace(config, segment_tokens=length))
         plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
         timeline = simulate(plan, ready_after=loss_ready_after(forest))
@@ -293,6 +312,7 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "num_actions": timeline.num_actions,
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
+        "time_over_one_chunk": _over_one_chunk(step),
         "peak_live_tokens": timeline.peak_live_positions,
         "peak_live_bytes": peak_bytes["retain"],
         "peak_bytes": peak_bytes,

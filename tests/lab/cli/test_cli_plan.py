@@ -141,6 +141,16 @@ def test_auto_looks_for_lengths_of_chunks_and_of_segments(capsys, long):
     assert alone["predicted_speedup"] > plain["predicted_speedup"]
 
 
+def test_model_chunks_that_cost_time_are_named(capsys):
+    few, many = ["plan", BUNDLED, "--pp", "2", "--vpp", "2"], ["plan", BUNDLED, "--pp", "8"]
+    slower = result(capsys, *few)["time_over_one_chunk"]
+    assert slower > 1
+    _, out, _ = run(capsys, *few)
+    assert f"--vpp 2 is predicted to take {slower - 1:.1%} longer than --vpp 1" in out
+    assert result(capsys, *many)["time_over_one_chunk"] is None
+    assert result(capsys, *many, "--vpp", "4")["time_over_one_chunk"] < 1
+
+
 def test_csv_and_svg_are_what_was_planned(capsys, tmp_path):
     csv, svg = tmp_path / "plan.csv", tmp_path / "plan.svg"
     arguments = ["plan", BUNDLED, "--pp", "4", "--csv", str(csv), "--svg", str(svg)]
