@@ -6,8 +6,8 @@ Steps of Llama3-8B's widths on random rollouts, at two or three sizes each.  "pl
 between the tree and the first action, as in run/planning.py and run/step_run.py: segments of
 several lengths, their plans, peaks of memory, policies and predicted seconds, then the order of one
 rank's messages and the places of its payloads.  "trees" is what reads the tokens.  The exponent is
-the slope of log(plan) over log(actions of the plan): 1 where the time is proportional.  Times are
-of one core (`time.process_time`); Python's collector is on, as in a job.
+the slope of log(plan) over log(size): 1 where the time is proportional.  Times are of one core
+(`time.process_time`); Python's collector is on, as in a job.
 """
 
 from __future__ import annotations
@@ -218,7 +218,8 @@ def show(case: Case, sizes: Sequence[int]) -> None:
             flush=True,
         )
     if len(every) > 1:
-        print(f"{'':32} exponent {slope([(row.actions, row.plan) for row in every]):.2f}")
+        pairs = [(size, row.plan) for size, row in zip(sizes, every, strict=True)]
+        print(f"{'':32} exponent {slope(pairs):.2f}")
 
 
 def main() -> None:
