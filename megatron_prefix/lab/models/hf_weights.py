@@ -287,8 +287,7 @@ def _check_same(folder: Path, whole: ModelSpec, spec: ModelSpec) -> None:
         wrong.append(f"num_layers {spec.num_layers} instead of {whole.num_layers}")
     if not wrong and spec.layers != whole.layers[: spec.num_layers]:
         wrong.append("experts in different layers")
-    copies_last = spec.mtp_num_layers and not spec.mtp_hybrid_override_pattern
-    if not wrong and copies_last and spec.layers[-1] != whole.layers[-1]:
+    if not wrong and spec.mtp_num_layers and spec.layers[-1] != whole.layers[-1]:
         wrong.append("a different last layer, which the MTP layer copies")
     if wrong:
         raise UserError(

@@ -175,13 +175,13 @@ def test_a_trainer_that_puts_back_what_an_earlier_step_had_there():
 class WithTokens(Contract):
     """Calls the model as slime and miles do."""
 
-    def __init__(self, **change):
+    def __init__(self, more=(), **change):
         super().__init__(logits=True)
-        vars(self)["change"] = change
+        vars(self).update(change=change, more=dict(more))
 
     def step(self, data_iterator, model):
         def call(tokens, *args, **named):
-            given = {"mtp_kwargs": {"mtp_labels": tokens}, **self.change}
+            given = {"mtp_kwargs": {"mtp_labels": tokens} | self.more, **self.change}
             return model(tokens, *args, **{**named, **given})
 
         return super().step(data_iterator, call)
@@ -198,7 +198,7 @@ def test_patches_of_slime_and_miles_that_do_otherwise():
     "change",
     [
         {"mtp_kwargs": {"mtp_labels": torch.zeros(1, 1)}},
-        {"mtp_kwargs": {"mtp_labels": None, "mtp_depth": 2}},
+        {"more": {"mtp_depth": 2}},
         {"loss_mask": None},
         {"mtp_kwargs": None, "extra_block_kwargs": {"mtp_kwargs": {}}},
     ],
