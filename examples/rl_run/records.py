@@ -1,11 +1,11 @@
 """The task: find a record among many and say its value.  Pure.
 
-A prompt is a few thousand tokens of records and one question:
+A prompt is up to a few thousand tokens of records and one question:
 
-    key key : d d d ;   key key : d d d ;   ...   ? key key :
+    key key word word word ;   key key word word word ;   ...   ? key key
 
-The answer is the three digits of the asked key's record, and a last token. A rule gives the reward:
-the share of these four tokens that are right, in their places.
+The answer is the three words behind that key, and a last token. A rule gives the reward: the share
+of these four tokens that are right, in their places.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from megatron_prefix.lab.data.rollouts import Group, Rollout
 
-DIGITS, END, ASK, IS, NEXT, FIRST_KEY = 10, 10, 11, 12, 13, 14
-KEY_TOKENS = 50
+END, ASK, NEXT, FIRST_WORD, WORDS, KEY_TOKENS = 0, 1, 2, 3, 16, 32
+FIRST_KEY = FIRST_WORD + WORDS
 VOCABULARY = FIRST_KEY + KEY_TOKENS
 VALUE = 3
-"""Digits of a value."""
-RECORD, QUESTION = 4 + VALUE, 4
+"""Words of a value."""
+RECORD, QUESTION = 3 + VALUE, 3
 """Tokens of each."""
 Tokens = NDArray[np.int32]
 
@@ -34,7 +34,7 @@ class Records:
 
     Attributes:
         keys: int32 [records, 2].
-        values: int32 [records, VALUE], digits.
+        values: int32 [records, VALUE], words.
     """
 
     keys: Tokens
@@ -43,12 +43,12 @@ class Records:
     @property
     def tokens(self) -> Tokens:
         """All records, one after another."""
-        ends = np.full((len(self.keys), 2), (IS, NEXT), np.int32)
-        return np.hstack([self.keys, ends[:, :1], self.values, ends[:, 1:]]).reshape(-1)
+        ends = np.full((len(self.keys), 1), NEXT, np.int32)
+        return np.hstack([self.keys, self.values, ends]).reshape(-1)
 
     def prompt(self, asked: int) -> Tokens:
         """The records and the question for one of them."""
-        return np.concatenate([self.tokens, [ASK, *self.keys[asked], IS]]).astype(np.int32)
+        return np.concatenate([self.tokens, [ASK, *self.keys[asked]]]).astype(np.int32)
 
     def answer(self, asked: int) -> Tokens:
         """What is right."""
@@ -76,7 +76,7 @@ class Task:
         draw = np.random.default_rng((self.seed, *number))
         pairs = draw.choice(KEY_TOKENS**2, self.num_records, replace=False)
         keys = FIRST_KEY + np.stack(np.divmod(pairs, KEY_TOKENS), axis=1)
-        values = draw.integers(DIGITS, size=(self.num_records, VALUE))
+        values = FIRST_WORD + draw.integers(WORDS, size=(self.num_records, VALUE))
         order = draw.permutation(self.num_records).astype(np.int32)
         return Records(keys.astype(np.int32), values.astype(np.int32)), order
 

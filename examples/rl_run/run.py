@@ -70,10 +70,10 @@ class Scale:
 
 SCALES = {
     "cpu": Scale(
-        dict(num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=4,
-             kv_channels=32, ffn_hidden_size=256),
-        prompt_tokens=128, pack_tokens=2048, demonstrated=400, records=16, questions=16,
-        updates=60, groups=8, answers=8,
+        dict(num_layers=2, hidden_size=128, num_attention_heads=8, num_query_groups=8,
+             kv_channels=16, ffn_hidden_size=256),
+        prompt_tokens=33, pack_tokens=1024, demonstrated=600, records=32, questions=5,
+        updates=60, groups=16, answers=8, learning_rate=2e-3, policy_rate=5e-4,
     ),
     "cuda": Scale(
         dict(num_layers=12, hidden_size=768, num_attention_heads=12, num_query_groups=4,
@@ -82,6 +82,10 @@ SCALES = {
         updates=200, groups=16, answers=16, dtype="bfloat16", learning_rate=5e-4, policy_rate=2e-5,
     ),
 }  # fmt: skip
+SHAPE = {"init_method_std": 0.06, "tie_embeddings": True, "rotary_base": 1000.0}
+"""With which small models learn to look something up in a few hundred updates, not in thousands."""
+SHORTEST = 27
+"""Tokens of the first demonstrations' prompts, which then grow: four records are found sooner."""
 RUNS = {"stock": ("off", False), "reordered": ("off", True), "prefix": ("auto", False)}
 """Mode of the schedule, and whether microbatches run backwards."""
 
@@ -104,7 +108,7 @@ def main() -> None:
 
 def train(output: Path, scale: Scale, args: argparse.Namespace) -> None:
     """Writes updates.jsonl."""
-    shape = {"vocab_size": VOCABULARY, "init_method_std": 0.02, **scale.model}
+    shape = {"vocab_size": VOCABULARY, **SHAPE, **scale.model}
     options = ModelOptions(
         "tiny-llama", dtype=scale.dtype, device=args.device, overrides=tuple(shape.items())
     )
@@ -166,9 +170,9 @@ def demonstrated(scale: Scale, options: ModelOptions, world: World) -> dict[str,
     """Weights after the demonstrations, by name."""
     from megatron_prefix.lab.rl.trainer import Trainer
 
-    task = Task(scale.prompt_tokens)
-
     def groups(number: int) -> RolloutSet:
+        grown = int(scale.prompt_tokens * 1.5 * number / scale.demonstrated)
+        task = Task(min(scale.prompt_tokens, max(SHORTEST, grown)))
         numbers = range(number * scale.records, (number + 1) * scale.records)
         return RolloutSet(tuple(task.demonstrations(n, scale.questions) for n in numbers))
 
