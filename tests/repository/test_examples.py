@@ -125,7 +125,7 @@ def test_sharing_is_a_change_of_one_line_and_the_losses_stay(tmp_path):
 
 
 def test_a_policy_trains_on_rollouts_of_its_own(tmp_path):
-    sizes = {"demonstrated": 16, "records": 2, "updates": 2, "groups": 2, "prompt-tokens": 64}
+    sizes = {"demonstrated": 40, "records": 4, "updates": 2, "groups": 4, "prompt-tokens": 39}
     options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     said = run("rl_run/run.py", "--output", str(tmp_path), "--runs", "stock", "prefix", *options)
     assert "stock and prefix: rewards differ by" in said
