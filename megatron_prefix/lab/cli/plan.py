@@ -49,9 +49,9 @@ limits it. Tokens are positions with a label: a rollout of n tokens has n-1, as 
 the first. The makespan is how long the step takes, in tokens of forward work (a backward counts
 twice, communication not at all), and the bubble is the share of it in which ranks wait. The speedup
 is that of the layout, waits and launches included, over the stock schedule on rollouts packed to at
-most 16,384 tokens. No memory limit is applied: lengths that
-are auto are those with the shortest predicted step, and the peak is printed. Where --vpp makes the
-predicted step longer, a line says by how much (time_over_one_chunk in --json).
+most 16,384 tokens. No memory limit is applied: lengths that are auto are those with the shortest
+predicted step, and the peak is printed. Where --vpp makes the predicted step longer, a line says by
+how much (time_over_one_chunk in --json).
 
 With --dp N the step is dealt to N ranks. A table shows how many tokens each rank has, how many it
 executes if it shares alone, and how many are left if every prompt runs once in the job; the rest of
