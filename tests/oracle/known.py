@@ -53,7 +53,9 @@ _UNREAD = (
     "If a model call has a `loss_mask`, or the callback `trained` is given, positions without loss"
     " are zero in the model's output, even in the middle of a sample"
 )
-_TWICE = "what your forward steps and losses do besides (logging, counters, files)"
+_TWICE = (
+    "When a step runs twice (undone, or with `verify`), [side effects of your code happen twice]"
+)
 _INSIDE = "without gradients, a loss that reads activations which a hook has kept"
 PERMITTED: tuple[Permitted, ...] = (
     *(
