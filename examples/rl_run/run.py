@@ -73,7 +73,7 @@ SCALES = {
         dict(num_layers=2, hidden_size=128, num_attention_heads=8, num_query_groups=8,
              kv_channels=16, ffn_hidden_size=256),
         prompt_tokens=33, pack_tokens=1024, demonstrated=600, records=32, questions=5,
-        updates=60, groups=16, answers=8, learning_rate=2e-3, policy_rate=5e-4,
+        updates=100, groups=16, answers=8, learning_rate=2e-3, policy_rate=1e-4,
     ),
     "cuda": Scale(
         dict(num_layers=12, hidden_size=768, num_attention_heads=12, num_query_groups=4,
