@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_prefix.lab.view.style import FLOOR, PREFIX, STOCK, without_frame
+
 LABELS = {
-    "stock": ("stock schedule", "#9aa5b1", "-"),
-    "reordered": ("stock schedule, other order", "#d0672c", ":"),
-    "prefix": ("prefix schedule", "#3b6ea5", "--"),
+    "stock": ("stock schedule", STOCK, "-"),
+    "reordered": ("stock schedule, other order", FLOOR, ":"),
+    "prefix": ("prefix schedule", PREFIX, "--"),
 }
 PANELS = {
     "reward": "reward",
@@ -79,17 +81,14 @@ def difference(stock: Rows, other: Rows) -> dict[str, Any]:
     Once a rounding has changed one sampled token, runs go their own ways: so their mean difference
     is held against its standard error, and the same is said of two stock runs.
     """
-    pairs = zip(stock, other, strict=False)
-    differences = [b["reward"] - a["reward"] for a, b in pairs]
-    parted = [a["reward"] != b["reward"] for a, b in zip(stock, other, strict=False)]
-    error = (
-        statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    )
-    mean = statistics.fmean(differences)
+    differences = [b["reward"] - a["reward"] for a, b in zip(stock, other, strict=False)]
+    apart = [number for number, change in enumerate(differences, start=1) if change]
+    mean, num = statistics.fmean(differences), len(differences)
+    error = statistics.stdev(differences) / math.sqrt(num) if num > 1 else 0.0
     return {
         "mean_reward_difference": mean,
         "standard_error": error,
-        "first_update_apart": parted.index(True) + 1 if True in parted else None,
+        "first_update_apart": apart[0] if apart else None,
         "alike": abs(mean) <= MOST_ERRORS * error,
         "speedup_of_updates": of_run(stock)["update_s"] / of_run(other)["update_s"],
         "speedup_of_steps": of_run(stock)["step_s"] / of_run(other)["step_s"],
@@ -134,7 +133,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
             axes.plot(numbers, [row[name] for row in rows], style, color=color, label=label)
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel("update")
-        axes.spines[["top", "right"]].set_visible(False)
+        without_frame(axes)
     drawn.legend(
         *axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
     )

@@ -156,7 +156,7 @@ def whole_number(text: str) -> int:
 
 def settings_of(
     scale: Scale, groups: int, rate: float, run: str = "prefix", kl: float = 0.0
-) -> Any:
+) -> TrainSettings:
     """Of updates with so many groups."""
     mode, backwards = RUNS[run]
     return TrainSettings(

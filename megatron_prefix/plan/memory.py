@@ -34,8 +34,9 @@ runs, the next, and for gK/gV those on their way back (features/host/arena.py)."
 LAYERS_LOADED = 3
 """Layers of an offloaded segment on the device at once (features/host/segment.py)."""
 
-PARTICLE = 2.0**-20
-"""Of a byte. What segments keep is a multiple of it, so sums are exact, in whatever order."""
+PARTICLE = 2.0**-12
+"""Of a byte. What segments keep is a multiple of it, so sums up to 2 TiB are exact, in whatever
+order."""
 
 Sizes = Sequence[tuple[float, float]]
 """Per layer the bytes of its payload, and of its gradient."""

@@ -4,8 +4,6 @@ release lacks: calls without labels, detached heads, repeated layers, hybrid mod
 Run as a script it prints what is not as rows say, in whatever release is installed.
 """
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import chain
@@ -21,8 +19,7 @@ import pytest
 from megatron_prefix.features.mtp.methods import WithoutLabels, without_labels
 from tests import judge
 from tests.cases import FAMILIES, row
-from tests.core.trainers.registry import installed
-from tests.harness.data import REPOSITORY
+from tests.core.trainers.registry import printed_by_newer
 from tests.harness.one_rank import one_rank
 from tests.test_cases import MTP, WEIGHED
 
@@ -52,14 +49,8 @@ ON_RANKS = {
 @pytest.mark.slow
 def test_steps_are_the_stock_schedules():
     assert without_labels() is WithoutLabels.FAILS, "the suite's release"
-    folders = [str(installed("megatron")), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.core.layers.test_mtp_newer"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=500,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
-    )  # fmt: skip
-    assert not done.returncode, done.stderr[-4000:]
-    assert done.stdout.splitlines()[-1] == f"0.19.2: {len(ROWS)} rows and more", done.stdout
+    said = printed_by_newer("tests.core.layers.test_mtp_newer")
+    assert said == f"0.19.2: {len(ROWS)} rows and more"
 
 
 def main():

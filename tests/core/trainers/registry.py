@@ -6,6 +6,7 @@ so while the other packages are installed.
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,18 @@ def installed(name, beside=HERE):
         if not folder.exists():
             _install(name, pins, folder)
     return folder
+
+
+def printed_by_newer(module):
+    """The last line of a module's output, run as a script with the newer Megatron-Core."""
+    folders = [str(installed("megatron")), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module],
+        cwd=HERE.parents[2], capture_output=True, text=True, timeout=500,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+    )  # fmt: skip
+    assert not done.returncode, done.stderr[-4000:]
+    return done.stdout.splitlines()[-1]
 
 
 def _install(name, pins, folder):

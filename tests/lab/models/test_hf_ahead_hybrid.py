@@ -5,8 +5,6 @@ Run as a script it prints the loss in whatever release is installed, and by tran
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -28,9 +26,8 @@ from megatron_prefix.lab.models.hf_weights import HFWeights
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.models.weights import padded_vocab
 from megatron_prefix.lab.runtime import Layout
-from tests.core.trainers.registry import installed
+from tests.core.trainers.registry import printed_by_newer
 from tests.harness import hf_checkpoints
-from tests.harness.data import REPOSITORY
 from tests.harness.ranks import run_ranks
 from tests.lab.models.test_hf_ahead import sample
 
@@ -140,14 +137,7 @@ def test_what_is_not_there_is_named(tmp_path, change, name):
 
 @pytest.mark.slow
 def test_the_losses_are_those_of_the_parts():
-    folders = [str(installed("megatron")), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.lab.models.test_hf_ahead_hybrid"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
-    )  # fmt: skip
-    assert not done.returncode, done.stderr[-4000:]
-    ours, theirs = json.loads(done.stdout.splitlines()[-1])
+    ours, theirs = json.loads(printed_by_newer("tests.lab.models.test_hf_ahead_hybrid"))
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
