@@ -324,7 +324,7 @@ _GRAPHS = (
     _graphs(
         "late-for-ever",
         "features/graphs/choice.py",
-        "            if captured and not (pays or self.is_late):",
+        "            if captured and not pays and self.late < MOST_LATE:",
         "            if captured and not pays:",
         _CHOICE,
     ),

@@ -76,7 +76,7 @@ def random_footprint(rng: random.Random, plan: Plan, *, crosses: bool) -> Footpr
     return Footprint(
         stages, payloads, number(50.0), layers, parts, rng.choice((1, parts)),
         rng.choice((0.0, number(200.0))), rng.choice((0, 0, 0, 1, 2)), number(20.0), number(20.0),
-        ExchangeMemory if crosses or rng.random() < 0.2 else None,
+        buffers=ExchangeMemory if crosses or rng.random() < 0.2 else None,
     )  # fmt: skip
 
 

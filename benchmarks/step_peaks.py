@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import vision_step
+from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.features.measure import allocator
 from megatron_prefix.features.measure.allocator import Peaks
 from megatron_prefix.lab.bench import steps
@@ -73,7 +74,16 @@ def rows(
         begin = now(run._device)
         passes.run(schedule, forward_step, run._chunks, items)
         milliseconds = 1e3 * (now(run._device) - begin)
-        row: dict[str, Any] = dict(gib=torch.cuda.max_memory_allocated() / GIB, ms=milliseconds)
+        graphs = [*filter(None, map(graphs_of, run._chunks))]
+        unseen = sum(of_chunk.uncounted_bytes for of_chunk in graphs)
+        highest = (torch.cuda.max_memory_allocated() + unseen) / GIB
+        row: dict[str, Any] = dict(gib=highest, ms=milliseconds, graphs=unseen / GIB)
+        row["sets"] = [
+            [made.most, made.passes, len(made.made), made.placed_bytes / GIB]
+            for of_chunk in graphs
+            for made in of_chunk.sets
+        ]
+        row["arenas"] = sum(of_chunk.arenas.device_bytes for of_chunk in graphs) / GIB
         row["allocations"] = torch.cuda.memory_stats().get("num_device_alloc", 0) - allocations
         if isinstance(schedule, PrefixSchedule):
             report: Any = schedule.report
@@ -107,6 +117,7 @@ def watch(output: Path, num: int, mode: str) -> None:
         if ours:
             config = replace(schedule.config, mode=mode, min_speedup=0.01)
             schedule = PrefixSchedule(config, looks_first=True)
+            torch.cuda.reset_peak_memory_stats()
             allocator.peaks = _Highest().peaks
         try:
             each = rows(run, all_steps, schedule, num)
@@ -126,6 +137,7 @@ def watch(output: Path, num: int, mode: str) -> None:
                     f" segments {row['segments']} of {row['longest']} {row['inner']}"
                     f" light {row['light']} new blocks {row['allocations']}"
                     f" {row['reason'][:40]}"
+                    f" graphs {row['graphs']:.2f} arenas {row['arenas']:.2f} sets {row['sets']}"
                 )
             numbers = each[-1]["numbers"]
             print({k: {s: [round(x) for x in n] for s, n in v.items()} for k, v in numbers.items()})

@@ -101,8 +101,9 @@ class PrefixConfig:
         plan_file: a plan to run instead of the planner's: a file that `plan --csv` has written.
         graph_tokens: run the layers of segments of up to this many positions as CUDA graphs, except
             recurrences, experts and some attention. Segments are padded to multiples of a 32nd of
-            it, and what they keep stays allocated between steps. 0: no graphs. "auto", in mode
-            "auto": the longest length at which the device waits for the host, if steps get faster.
+            it, and what they keep stays allocated between steps. 0: no graphs. "auto": the longest
+            length at which the device waits for the host, if steps get faster and no larger than
+            the memory limit.
         verify: run the first N shared steps of each kind (updates, passes without gradients) with
             both schedules on the same microbatches, compare them, and return the stock schedule's
             results. A kind of step that differs by more than rounding gets the stock schedule from
@@ -128,7 +129,7 @@ class PrefixConfig:
     min_speedup: float = 1.05
     cost_file: str | None = None
     plan_file: str | None = None
-    graph_tokens: int | str = 0
+    graph_tokens: int | str = "auto"
     verify: int = 0
     watchdog_minutes: float = 5.0
 
@@ -161,8 +162,6 @@ class PrefixConfig:
                 raise UserError(f"{name} is {value}: give a number from 0")
         if not 0 <= self.watchdog_minutes < math.inf:
             raise UserError(f"watchdog_minutes is {self.watchdog_minutes}: give a number from 0")
-        if isinstance(self.graph_tokens, str) and self.mode == "on":
-            raise UserError("graph_tokens 'auto' needs mode 'auto': give that mode, or a number")
         if not 0 < self.min_speedup < math.inf:
             raise UserError(f"min_speedup is {self.min_speedup}: give a finite number above 0")
 

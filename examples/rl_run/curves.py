@@ -1,6 +1,6 @@
 """What a run's updates.jsonl says: a table, summary.json, and curves if matplotlib is installed.
 
-python examples/rl_run/curves.py OUTPUT
+python examples/rl_run/curves.py OUTPUT [OUTPUT ...]
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ WINDOW = 10
 """Updates that begin and end a curve."""
 MOST_ERRORS = 3.0
 """Standard errors within which two runs' rewards are alike."""
+UPDATES = "updates.jsonl"
+"""A row of JSON an update."""
 Rows = Sequence[dict[str, Any]]
 
 
-def summarise(output: Path) -> dict[str, Any]:
-    """Writes summary.json and curves.svg, and prints the table."""
-    lines = (output / "updates.jsonl").read_text(encoding="utf-8").splitlines()
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        row = json.loads(line)
-        runs.setdefault(row["run"], []).append(row)
+def summarise(outputs: Sequence[Path]) -> dict[str, Any]:
+    """Writes summary.json and curves.svg into the first folder, and prints the table; of folders
+    that have the same run the last one's counts."""
+    output, runs = outputs[0], dict[str, list[dict[str, Any]]]()
+    for folder in outputs:
+        lines = (folder / UPDATES).read_text(encoding="utf-8").splitlines()
+        rows = [*map(json.loads, lines)]
+        names = dict.fromkeys(row["run"] for row in rows)
+        runs |= {run: [row for row in rows if row["run"] == run] for run in names}
     summary: dict[str, Any] = {run: of_run(rows) for run, rows in runs.items()}
     for other in ("reordered", "prefix"):
         if "stock" in runs and other in runs:
@@ -141,4 +145,4 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    summarise(Path(sys.argv[1]))
+    summarise([*map(Path, sys.argv[1:])])

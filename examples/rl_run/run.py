@@ -6,13 +6,15 @@
 First a model learns from demonstrations until it answers some questions. From these weights GRPO
 runs three times, each run with rollouts of its own: with Megatron's stock schedule, with the same
 in another order of sums (what rounding alone does), and with the prefix schedule. OUTPUT gets
-updates.jsonl, summary.json and, if matplotlib is installed, curves.svg. See README.md there.
+demonstrated.npz, updates.jsonl, summary.json and, if matplotlib is installed, curves.svg. See
+README.md there.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -50,11 +52,12 @@ class Scale:
     Attributes:
         model: fields of the model's shape.
         prompt_tokens, pack_tokens: of a prompt, and of a packed microbatch.
-        demonstrated: updates from demonstrations, each of `records` times `questions` answers.
+        demonstrated: updates from demonstrations at most, each of `records` prompts with
+            `questions` answers.
         updates: of GRPO, each of `groups` prompts with `answers` answers.
     """
 
-    model: dict[str, int]
+    model: dict[str, float]
     prompt_tokens: int
     pack_tokens: int
     demonstrated: int
@@ -71,23 +74,26 @@ class Scale:
 SCALES = {
     "cpu": Scale(
         dict(num_layers=2, hidden_size=128, num_attention_heads=8, num_query_groups=8,
-             kv_channels=16, ffn_hidden_size=256),
-        prompt_tokens=33, pack_tokens=1024, demonstrated=600, records=32, questions=5,
+             kv_channels=16, ffn_hidden_size=256, init_method_std=0.06),
+        prompt_tokens=33, pack_tokens=1024, demonstrated=1000, records=32, questions=5,
         updates=100, groups=16, answers=8, learning_rate=2e-3, policy_rate=1e-4,
     ),
     "cuda": Scale(
-        dict(num_layers=12, hidden_size=768, num_attention_heads=12, num_query_groups=4,
-             kv_channels=64, ffn_hidden_size=2048),
-        prompt_tokens=4096, pack_tokens=16384, demonstrated=1500, records=16, questions=64,
-        updates=200, groups=16, answers=16, dtype="bfloat16", learning_rate=5e-4, policy_rate=2e-5,
+        dict(num_layers=8, hidden_size=768, num_attention_heads=12, num_query_groups=4,
+             kv_channels=64, ffn_hidden_size=2048, init_method_std=0.03),
+        prompt_tokens=4096, pack_tokens=16384, demonstrated=1500, records=32, questions=32,
+        updates=200, groups=8, answers=16, dtype="bfloat16", learning_rate=1e-3, policy_rate=5e-5,
     ),
 }  # fmt: skip
-SHAPE = {"init_method_std": 0.06, "tie_embeddings": True, "rotary_base": 1000.0}
+SHAPE = {"tie_embeddings": True, "rotary_base": 1000.0}
 """With which small models learn to look something up in a few hundred updates, not in thousands."""
-SHORTEST = 27
-"""Tokens of the first demonstrations' prompts, which then grow: four records are found sooner."""
+SHORTEST, GROWTH = 27, 1.3
+"""Tokens of the first demonstrations' prompts, and how they grow: four records are found sooner."""
+KNOWN = -0.7
+"""Log-prob of a demonstrated token, at which prompts grow, and end when they are long enough."""
 RUNS = {"stock": ("off", False), "reordered": ("off", True), "prefix": ("auto", False)}
 """Mode of the schedule, and whether microbatches run backwards."""
+MODES = {**RUNS, "demonstrations": ("on", False)}
 
 
 def main() -> None:
@@ -103,7 +109,8 @@ def main() -> None:
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    curves.summarise(output)
+    if (output / curves.UPDATES).exists():
+        curves.summarise([output])
 
 
 def train(output: Path, scale: Scale, args: argparse.Namespace) -> None:
@@ -114,12 +121,24 @@ def train(output: Path, scale: Scale, args: argparse.Namespace) -> None:
     )
     with options.joined(Layout()) as world:
         output.mkdir(parents=True, exist_ok=True)
-        taught = demonstrated(scale, options, world)
-        with (output / "updates.jsonl").open("w", encoding="utf-8") as file:
+        taught = read(args.start_from) if args.start_from else demonstrated(scale, options, world)
+        np.savez(output / "demonstrated.npz", **taught)
+        if args.runs == ["none"]:
+            return
+        with (output / curves.UPDATES).open("w", encoding="utf-8") as file:
             for name in args.runs:
                 for row in policy_updates(name, scale, args.kl, options, world, taught):
                     print(json.dumps(row), file=file, flush=True)
                     show(row)
+
+
+def read(path: str) -> dict[str, Any]:
+    """Weights by name, float32, from a demonstrated.npz; without pickles."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--start-from {path}: {error}") from None
 
 
 GIVEN = (
@@ -135,7 +154,13 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", required=True, help="a folder that is new or empty")
     parser.add_argument("--device", choices=[*SCALES], default="cpu", help="and what fits it")
-    parser.add_argument("--runs", nargs="+", choices=[*RUNS], default=[*RUNS], help="default: all")
+    parser.add_argument(
+        "--runs", nargs="+", choices=[*RUNS, "none"], default=[*RUNS],
+        help="default: all; none: demonstrations alone",
+    )  # fmt: skip
+    parser.add_argument(
+        "--start-from", metavar="FILE", help="an earlier run's demonstrated.npz, for the same model"
+    )
     parser.add_argument(
         "--kl", type=float, default=0.0, help="weight of the KL to the first policy"
     )
@@ -158,7 +183,7 @@ def settings_of(
     scale: Scale, groups: int, rate: float, run: str = "prefix", kl: float = 0.0
 ) -> TrainSettings:
     """Of updates with so many groups."""
-    mode, backwards = RUNS[run]
+    mode, backwards = MODES[run]
     return TrainSettings(
         groups, lr=rate, warmup_steps=20, weight_decay=0.0, grpo=GrpoConfig(kl_coeff=kl),
         prefix=PrefixConfig(mode=mode, min_gain=16),
@@ -166,30 +191,35 @@ def settings_of(
     )  # fmt: skip
 
 
-def demonstrated(scale: Scale, options: ModelOptions, world: World) -> dict[str, torch.Tensor]:
-    """Weights after the demonstrations, by name."""
+def demonstrated(scale: Scale, options: ModelOptions, world: World) -> dict[str, Any]:
+    """Weights after the demonstrations, by name; float32."""
     from megatron_prefix.lab.rl.trainer import Trainer
 
-    def groups(number: int) -> RolloutSet:
-        grown = int(scale.prompt_tokens * 1.5 * number / scale.demonstrated)
-        task = Task(min(scale.prompt_tokens, max(SHORTEST, grown)))
+    def groups(number: int, length: int) -> RolloutSet:
+        task = Task(length)
         numbers = range(number * scale.records, (number + 1) * scale.records)
         return RolloutSet(tuple(task.demonstrations(n, scale.questions) for n in numbers))
 
-    settings = settings_of(scale, scale.records, scale.learning_rate)
-    trainer = Trainer(settings, groups(0), options, options.spec(), world)
+    length = min(SHORTEST, scale.prompt_tokens)
+    settings = settings_of(scale, scale.records, scale.learning_rate, "demonstrations")
+    trainer = Trainer(settings, groups(0, length), options, options.spec(), world)
     for number in range(scale.demonstrated):
-        trainer.rollouts = groups(number)
-        step = trainer.step()
-        if number % 20 == 0 or number + 1 == scale.demonstrated:
-            logprob = step.metrics["train/weighted_logprob"]
-            print(f"demonstrations, update {number + 1}: {logprob:.3f} nats a token", flush=True)
-    return trainer.weights()
+        trainer.rollouts = groups(number, length)
+        logprob = trainer.step().metrics["train/weighted_logprob"]
+        ends = logprob > KNOWN and length == scale.prompt_tokens
+        if number % 20 == 0 or ends:
+            print(f"demonstrations, update {number + 1}, prompts of {length} tokens:"
+                  f" {logprob:.3f} nats a token", flush=True)  # fmt: skip
+        if ends:
+            break
+        if logprob > KNOWN:
+            length = min(scale.prompt_tokens, math.ceil(length * GROWTH))
+    return {name: weight.float().cpu().numpy() for name, weight in trainer.weights().items()}
 
 
 def policy_updates(
     run: str, scale: Scale, kl: float, options: ModelOptions, world: World,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One run of GRPO; a row of figures an update."""
     from megatron_prefix.lab.models.build import unwrap
@@ -199,7 +229,7 @@ def policy_updates(
     settings = settings_of(scale, scale.groups, scale.policy_rate, run, kl)
     begin = RolloutSet(tuple(task.demonstrations(n, 1) for n in range(scale.groups)))
     trainer = Trainer(settings, begin, options, options.spec(), world)
-    trainer.start_from(weights)
+    trainer.start_from({name: torch.from_numpy(weight) for name, weight in weights.items()})
     draw = torch.Generator(world.device).manual_seed(1)
     for number in range(scale.updates):
         started = time.perf_counter()

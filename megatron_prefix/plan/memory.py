@@ -177,6 +177,9 @@ class Footprint:
         act: of what a stage keeps, what policy "recompute_act" drops.
         host_layers: see PrefixConfig.cache_host_layers.
         state, state_grad: a final hidden state that crosses data-parallel ranks, and its gradient.
+        pool, pool_length: waves, and segments that run again, of up to `pool_length` positions are
+            computed one after another in one place, which is there all the time: `pool` bytes for
+            each position of the longest of them, in every model chunk. 0: in places of their own.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
             which segments a segment reads; None: there are no further messages.
     """
@@ -191,6 +194,8 @@ class Footprint:
     host_layers: int = 0
     state: float = 0.0
     state_grad: float = 0.0
+    pool: float = 0.0
+    pool_length: int = 0
     buffers: BuffersOf | None = None
 
     def of(self, plan: Plan) -> PlanMemory:
@@ -278,6 +283,8 @@ class _Segments:
         segments, self._footprint = plan.segments, footprint
         self.positions = np.array([s.padded_length / footprint.parts for s in segments], np.float64)
         self.own = np.array([s.source < 0 for s in segments], bool)
+        fits = [s.padded_length <= footprint.pool_length for s in segments]
+        self._fits = self.own & (np.array(fits, bool) if footprint.pool else False)
         self.computed = np.where(self.own, self.positions, 0.0)
         self.inner = np.array([s.inner for s in segments], bool)
         self.reads = np.array([bool(seen.levels) for seen in views], bool)
@@ -301,6 +308,19 @@ class _Segments:
         """Bytes that layers save between forward and backward; of `light` segments less."""
         row = np.maximum(0.0, self._row - self._footprint.act * light)
         return self.positions * row + self._spans + self.scored_bytes
+
+    def pooled(self, policy: NDArray[Any]) -> tuple[NDArray[np.float64], float]:
+        """Bytes of segments in the pool, [segments], and of the pool of a model chunk."""
+        act = self._footprint.act * (policy == "recompute_act")
+        inside = self._fits & np.where(self.inner, policy == "recompute", policy != "offload")
+        sizes = inside * self.positions * np.maximum(0.0, self._footprint.pool - act)
+        return sizes, sizes.max(initial=0.0)
+
+    def outside(
+        self, saved: NDArray[np.float64], pooled: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """What of these bytes is in no pool."""
+        return np.maximum(saved - pooled, np.minimum(saved, self.scored_bytes))
 
     def kept(self, saved: NDArray[np.float64], policy: NDArray[Any]) -> NDArray[np.float64]:
         """Bytes of a segment between its forward and its backward."""
@@ -453,13 +473,16 @@ class PlanMemory:
         """Bytes during every action."""
         policy, segments = self._names(policies), self._segments
         saved, away = segments.saved(policy == "recompute_act"), policy == "offload"
+        pooled, pool = segments.pooled(policy)
+        saved = segments.outside(saved, pooled)
         own = self._at(segments.kept(saved, policy))
         again = self._at(segments.again(saved, policy)) * (self._back | away[self._segment])
         # Received payloads are in the sidecar before the action computes.
         at_once = np.maximum(again + self._computing + self._exchanged, self._posted)
         moment = self._messages + at_once - np.minimum(self._late, own)
         staged = self._running(self._at((saved - segments.scored_bytes) * away))
-        return Loads(self._before + self._running(own), self._cache, moment, own, staged)
+        before = self._before + self._plan.num_chunks * pool
+        return Loads(before + self._running(own), self._cache, moment, own, staged)
 
     def peaks(self, policies: tuple[str, ...]) -> tuple[RankMemory, ...]:
         """See PlanBytes."""

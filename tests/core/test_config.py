@@ -32,10 +32,7 @@ from tests.harness.command_line import BUNDLED, failure
         ({"chunk_tokens": 1.5}, "chunk_tokens is 1.5: give an integer or 'auto'"),
         ({"segment_tokens": "4k"}, "segment_tokens is '4k': give an integer or 'auto'"),
         ({"graph_tokens": -1}, "graph_tokens is -1: give a number from 0"),
-        (
-            {"graph_tokens": "auto"},
-            "graph_tokens 'auto' needs mode 'auto': give that mode, or a number",
-        ),
+        ({"graph_tokens": "all"}, "graph_tokens is 'all': give an integer or 'auto'"),
         ({"min_gain": -1}, "min_gain is -1: give 0 or more"),
         ({"chunk_tokens": -1}, r"chunk_tokens is -1: give 0 \(no limit\) or more"),
         ({"min_speedup": "2"}, "min_speedup is '2': give a number"),

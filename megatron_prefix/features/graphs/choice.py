@@ -8,8 +8,9 @@ device was seen to wait for the host, and stay only if steps then take less time
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
 
@@ -21,8 +22,51 @@ LEAST = 0.1
 PAYS = 0.97
 """Of a step's time without graphs, what one with them may take at most to keep them: what is
 predicted of it counts their padding as work."""
+MOST_LATE = 4
+"""Steps in a row that capture graphs, and take too long, before the next one decides."""
 ENOUGH = 2
 """Steps with sharing that were timed before graphs are tried."""
+
+
+class Held(NamedTuple):
+    """Bytes that sets of graphs hold for each of their positions; 0: there are none.
+
+    Attributes:
+        pool: sets for segments that soon give them back.
+        inner: the others.
+    """
+
+    pool: float = 0.0
+    inner: float = 0.0
+
+    @classmethod
+    def most(cls, several: Iterable[Held]) -> Held:
+        """Of several model chunks, or ranks."""
+        return cls(*map(max, zip(cls(), *several, strict=True)))
+
+
+class SeenSegments(NamedTuple):
+    """What a timed step says of CUDA graphs.
+
+    Attributes:
+        shared: whether it shared.
+        waits: see `longest_waiting`.
+        captured: whether some were captured in it.
+        needs_room: whether it could not share, or ran twice, for want of memory.
+        held: by what there is behind it.
+    """
+
+    shared: bool
+    waits: int
+    captured: bool
+    needs_room: bool
+    held: Held = Held()
+
+    @classmethod
+    def most(cls, several: Iterable[SeenSegments]) -> SeenSegments:
+        """Of several ranks."""
+        shared, waits, captured, needs_room, held = zip(*several, strict=True)
+        return cls(max(shared), max(waits), max(captured), max(needs_room), Held.most(held))
 
 
 @dataclass(frozen=True)
@@ -34,14 +78,14 @@ class GraphChoice:
         is_open: whether that may still change.
         without: times of steps without graphs, over what was predicted of them.
         waits: positions of the longest segment seen to wait for the host.
-        is_late: whether a step with graphs took too long in which some were captured.
+        late: steps with graphs that took too long, and in which some were captured.
     """
 
     tokens: int
     is_open: bool = False
     without: tuple[float, ...] = ()
     waits: int = 0
-    is_late: bool = False
+    late: int = 0
 
     @classmethod
     def of(cls, setting: int | str) -> GraphChoice:
@@ -58,14 +102,14 @@ class GraphChoice:
             waits: see `longest_waiting`.
             may_try: whether graphs may be used from the next step on.
             captured: whether graphs were captured in it, which is no time of a step: if it took too
-                long another one decides, whether graphs are captured in that or not.
+                long another one decides; where MOST_LATE were such, whatever it is.
         """
         if not self.is_open:
             return self
         if self.tokens:
             pays = ratio <= PAYS * statistics.median(self.without)
-            if captured and not (pays or self.is_late):
-                return replace(self, is_late=True)
+            if captured and not pays and self.late < MOST_LATE:
+                return replace(self, late=self.late + 1)
             return replace(self, is_open=False, tokens=self.tokens if pays else 0)
         counted = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))
         if may_try and counted.waits and len(counted.without) >= ENOUGH:

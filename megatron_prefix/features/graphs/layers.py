@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.features.graphs import cuda
-from megatron_prefix.features.graphs.choice import size_of_set
+from megatron_prefix.features.graphs.choice import Held, size_of_set
 from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
@@ -260,6 +260,15 @@ class LayerGraphs:
     def device_bytes(self) -> int:
         """See `Kept` in megatron/install.py: of places, which are allocated between steps, too."""
         return sum(graphs.placed_bytes for graphs in self.sets) + self.arenas.device_bytes
+
+    @property
+    def held(self) -> Held:
+        """What its sets hold, of either kind the one with most."""
+        kinds: tuple[list[float], list[float]] = [0.0], [0.0]
+        for graphs in self.sets:
+            size = cuda.uncounted_bytes([graphs.pool]) + graphs.placed_bytes
+            kinds[not graphs.passes].append(size / (graphs.most * self._ranks))
+        return Held(*map(max, kinds))
 
     @property
     def sets(self) -> Iterator[SegmentGraphs]:

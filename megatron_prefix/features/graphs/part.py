@@ -5,12 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.device.memory import counts_bytes
 from megatron_prefix.features.graphs import cuda
-from megatron_prefix.features.graphs.choice import GraphChoice, longest_waiting
+from megatron_prefix.features.graphs.choice import (
+    GraphChoice,
+    Held,
+    SeenSegments,
+    longest_waiting,
+)
 from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
 from megatron_prefix.features.graphs.placed import PlacedArenas
 from megatron_prefix.layers import table
@@ -23,11 +29,14 @@ from megatron_prefix.tree.payload_map import Form, PayloadMap
 
 if TYPE_CHECKING:
     from megatron_prefix.plan.actions import Plan
-    from megatron_prefix.plan.memory import RankMemory
+    from megatron_prefix.plan.memory import Footprint, RankMemory
     from megatron_prefix.sidecar.row_exchange import RowExchange
 
 logger = logging.getLogger(__name__)
 _CHOICE, _RAN, _ARENAS, _CAPTURED = "choice", "ran", "arenas", "captured"
+_HELD, _TIMED = "held", "timed"
+TIMED = 3
+"""Shared steps with graphs that are timed, once their use is settled."""
 MOST_CAPTURED = 4
 """Timed steps in which graphs are captured and which are left out for that: where all steps have
 some, it is part of what they take."""
@@ -61,12 +70,27 @@ class Graphs(StepPart):
             return 0
         if counts_bytes(self.rank.device) and not self.kept.get(_RAN):
             return 0  # what segments keep without graphs is measured once, or no limit is known
-        collectives = self.rank.config.tensor_model_parallel_size > 1
-        why = why_not(*self._layers) or cuda.why_not(self.rank.device, collectives=collectives)
-        if why:
-            _warn_once(f"layers run without CUDA graphs: {why}")
+        if self._why_not:
+            _warn_once(f"layers run without CUDA graphs: {self._why_not}")
             return 0
         return tokens
+
+    @functools.cached_property
+    def _why_not(self) -> str:
+        """Why no layer runs on graphs; "" if nothing is known to be in the way."""
+        collectives = self.rank.config.tensor_model_parallel_size > 1
+        device = cuda.why_not(self.rank.device, collectives=collectives)
+        return device or why_not(*self._layers)
+
+    def footprint(self, footprint: Footprint) -> Footprint:
+        """See StepPart. Before it is known what graphs hold, as much as segments without."""
+        if self.rank.forward_only or not self.even:
+            return footprint
+        held: Held = self.kept.get(_HELD, Held())
+        pool, inner = (size * footprint.parts for size in held)
+        stages = tuple(of._replace(inner=max(of.inner, inner)) for of in footprint.stages)
+        pool = pool or max((of.wave for of in stages), default=0.0)
+        return replace(footprint, stages=stages, pool=pool, pool_length=self.even)
 
     def prepare(self, plan: Plan, predicted: Callable[[], RankMemory]) -> None:
         """See StepPart."""
@@ -144,8 +168,11 @@ class Graphs(StepPart):
 
     @property
     def is_tuning(self) -> bool:  # type: ignore[override]
-        """See StepPart."""
-        return self.choice.is_open
+        """See StepPart. Some steps with graphs are timed, so that plans know what launches take."""
+        if self._why_not:
+            return False
+        settles = self.choice.tokens > 0 and self.kept.get(_TIMED, 0) < TIMED
+        return self.choice.is_open or settles
 
     @property
     def holds_memory(self) -> bool:  # type: ignore[override]
@@ -155,23 +182,21 @@ class Graphs(StepPart):
     def timed(self, step: TimedStep) -> bool:
         """See StepPart. Chooses the use of graphs from the next step on, alike on all ranks. Times
         of a step that shared while graphs are tried count only if they stay."""
-        before = self.choice
-        if not before.is_open:
-            return not before.tokens or self._is_typical(step)
-        observed = self._seen(step)
+        before, observed = self.choice, self._seen(step)
         for group in step.groups:
             observed = SeenSegments.most(all_say(observed, group))
+        self._learn(observed.held)
+        if not before.is_open:
+            self.kept[_TIMED] = self.kept.get(_TIMED, 0) + observed.shared
+            return not before.tokens or self._is_typical(observed.captured)
         self.kept[_CHOICE] = first_says(_after(before, step, observed), step.groups)
         if self.choice.tokens != before.tokens:
             logger.info("graph_tokens is %d from the next step on", self.choice.tokens)
         stay = self.choice.tokens > 0 and not self.choice.is_open
         return stay or not (before.tokens and observed.shared)
 
-    def _is_typical(self, step: TimedStep) -> bool:
+    def _is_typical(self, captured: bool) -> bool:
         """Whether a step's time counts, where graphs are used in any case."""
-        captured = any(graphs.captured for graphs in self._graphs)
-        for group in step.groups:
-            captured = any(all_say(captured, group))
         number = self.kept.get(_CAPTURED, 0)
         self.kept[_CAPTURED] = number + captured
         return not captured or number >= MOST_CAPTURED
@@ -185,28 +210,18 @@ class Graphs(StepPart):
             waits = longest_waiting(report.plan, *times, without_waiting)
         captured = any(graphs.captured for graphs in self._graphs)
         no_room = report.decision.over_limit or report.retried
-        return SeenSegments(report.decision.share, waits, captured, no_room)
+        return SeenSegments(report.decision.share, waits, captured, no_room, self._held())
 
+    def _held(self) -> Held:
+        """Of this rank; a snapshot of the allocator takes milliseconds."""
+        if self.rank.device.type != "cuda":
+            return Held()
+        return Held.most(graphs.held for graphs in self._graphs)
 
-class SeenSegments(NamedTuple):
-    """What a timed step says of CUDA graphs.
-
-    Attributes:
-        shared: whether it shared.
-        waits: see `longest_waiting`.
-        captured: whether some were captured in it.
-        needs_room: whether it could not share, or ran twice, for want of memory.
-    """
-
-    shared: bool
-    waits: int
-    captured: bool
-    needs_room: bool
-
-    @classmethod
-    def most(cls, ranks: Iterable[SeenSegments]) -> SeenSegments:
-        """Of several ranks."""
-        return cls(*map(max, zip(*ranks, strict=True)))
+    def _learn(self, held: Held) -> None:
+        """Later steps are planned with what graphs hold; the same on all ranks."""
+        known = self.kept.get(_HELD, Held())
+        self.kept[_HELD] = Held(*(new or old for new, old in zip(held, known, strict=True)))
 
 
 def _after(choice: GraphChoice, step: TimedStep, counts: SeenSegments) -> GraphChoice:

@@ -1,6 +1,7 @@
-"""Mode "auto" measures: what actions and steps take on this machine, for the gate's next decisions.
+"""What actions and steps take on this machine, for the gate's next decisions.
 
-A few steps are measured, the first ones and then one in 50. In those the host waits for the device
+A few steps are measured: in mode "auto" the first ones and then one in 50, in mode "on" those of
+the first that parts of steps tune themselves by. In those the host waits for the device
 at the beginning and at the end, and all ranks put together what they have measured; all others run
 as without it. Ranks that must decide alike have the same numbers: those of the first rank.
 """
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 FIRST, EVERY = (2, 3, 4, 5), 50
 """Steps with gradients that are measured: these, and every so many."""
+TUNED = 16
+"""Up to this step parts may ask for more."""
 DOUBT = 1.5
 """A schedule that was never timed gets a step to itself where the prediction is this close."""
 _KERNELS = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-engine")
@@ -112,11 +115,12 @@ class CostMeter:
             if self._costs.counts:
                 self._bytes.tell(self._groups)
         self._num_steps += 1
+        tunes = any(part.is_tuning for part in request.parts)
+        self.due = tunes and FIRST[0] <= self._num_steps <= TUNED
         if self._config.mode != "auto":
             return None
-        tunes = any(part.is_tuning for part in request.parts)
-        first = self._num_steps in FIRST and (tunes or not self._knows_both)
-        self.due = first or self._num_steps % EVERY == 0
+        self.due |= self._num_steps in FIRST and not self._knows_both
+        self.due |= self._num_steps % EVERY == 0
         if not self.due or self._doubted is None or self._measured.measured(False):
             return None
         return other_way(self._config, decide(self._config, self._doubted))

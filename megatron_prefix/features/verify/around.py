@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,11 +20,12 @@ NAME = "verify"
 
 
 class Verify(Around):
-    """Compares the first steps of each kind that would be shared; a kind that fails is stock's."""
+    """Compares the first steps of each kind that would be shared, and again the first ones whose
+    segments are padded, as their layers then run on CUDA graphs; a kind that fails is stock's."""
 
     def __init__(self, config: PrefixConfig, reports: Reports) -> None:
         super().__init__(config, reports)
-        self._compared: WeakKeyDictionary[StepKind, int] = WeakKeyDictionary()
+        self._compared: WeakKeyDictionary[StepKind, Counter[bool]] = WeakKeyDictionary()
 
     def shared(self, run: Run, request: Request) -> list[Any]:
         """Runs a step; the trainer gets the stock schedule's results of those that are compared.
@@ -32,15 +34,17 @@ class Verify(Around):
             CannotShare: the step is too far from the stock schedule's, in mode "on".
         """
         kind, most = request.kind, self.config.verify
-        number = self._compared.get(kind, 0) + 1
+        compared = self._compared.setdefault(kind, Counter())
+        padded = any(part.even for part in request.parts)
+        number = compared[padded] + 1
         if request.stock is not None or number > most:
             return run(request)
         outcome = run_both(run, request, self.reports)
         if outcome.problem:
-            self._compared[kind] = most
+            compared[True] = compared[False] = most
             tell_unverified(outcome.problem, request)
         elif outcome.verification is not None:
-            self._compared[kind] = number
+            compared[padded] = number
             report: Any = self.reports.last
             report.features[NAME] = outcome.verification
             tell_verified(report, outcome.verification, request, number, most)

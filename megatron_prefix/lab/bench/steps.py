@@ -93,7 +93,10 @@ class _Run:
     def timed(
         self, warm_up: Sequence[Sequence[Any]], steps: Sequence[Sequence[Any]], repeats: int
     ) -> Measured:
-        """Runs the warm-up's steps, in turn, then times the others."""
+        """Runs the warm-up's steps, in turn, then times the others. As in a trainer's process, the
+        largest peak so far is this schedule's own: what ours measures of memory counts on that."""
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         for number in range(max(self._setting.warm_up_calls, len(warm_up))):
             self._call(warm_up[number % len(warm_up)])
         if self._on_gpu:

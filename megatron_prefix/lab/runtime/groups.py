@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
@@ -143,6 +144,8 @@ def initialize(
     local = platform.device(int(os.environ.get("LOCAL_RANK", str(rank))))
     if local.type == "cuda":
         torch.cuda.set_device(local)
+        # Megatron's timers meet in a barrier every step; the device is the one set above.
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current")
     _join(platform.backend, rank, world_size, timedelta(minutes=message_timeout_minutes))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,

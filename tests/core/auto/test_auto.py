@@ -179,15 +179,11 @@ def test_variables_flags_and_files(name, tmp_path):
     assert read_config({"MEGATRON_PREFIX_CONFIG": str(file)}) == wanted
 
 
-def test_graphs_are_left_to_measurements_unless_mode_is_on():
-    auto = {"MEGATRON_PREFIX_GRAPH_TOKENS": "auto"}
-    assert read_config(auto) == PrefixConfig(mode="auto", graph_tokens="auto")
-    assert read_config({}, {"graph_tokens": "auto"}).graph_tokens == "auto"
-    for mode in ("off", "observe"):
-        assert read_config(auto, {"mode": mode}).graph_tokens == "auto"
-    message = "MEGATRON_PREFIX_GRAPH_TOKENS: graph_tokens 'auto' needs mode 'auto': give that mode"
-    with pytest.raises(UserError, match=message):
-        read_config(auto, {"mode": "on"})
+def test_graphs_are_left_to_measurements():
+    for mode in ("auto", "on", "off", "observe"):
+        assert read_config({}, {"mode": mode}).graph_tokens == "auto"
+    off = {"MEGATRON_PREFIX_GRAPH_TOKENS": "0"}
+    assert read_config(off) == PrefixConfig(mode="auto", graph_tokens=0)
 
 
 def test_a_flag_wins_over_a_variable_and_that_over_the_file(tmp_path):

@@ -57,6 +57,31 @@ def test_all_is_retained_where_it_fits():
     assert chosen(plan, peak(plan, ()) - 1) != ()
 
 
+def test_segments_that_take_turns_in_a_pool_keep_nothing_of_their_own():
+    plan = plan_of(prompt=512, response=256, num=4)
+    assert [segment.padded_length for segment in plan.segments] == [512, 256, 256, 256, 256]
+    peak = lambda chosen, known: known.peaks(replace(plan, policies=chosen))[0].peak  # noqa: E731
+    own = Footprint(
+        (StageBytes(inner=2.0, wave=3.0, scored=0.5, moment=1.0),), ((),), 0.0, layers=2
+    )
+    assert peak((), own) == 512 * 2 + 256 * (3 + 0.5 + 1)
+    waves = replace(own, pool=4.0, pool_length=256)
+    # It is there while the prompt runs, too, which has more for its duration.
+    assert peak((), waves) == 256 * 4 + 512 * (2 + 1) > 512 * 2 + 256 * (4 + 0.5 + 1)
+    again = ("recompute", *("retain",) * 4)
+    assert peak(again, waves) == max(256 * (4 + 0.5 + 1), 256 * 4 + 512 * (2 + 1))
+    # The prompt runs again in the same place, which is as long as the prompt all the time.
+    both = replace(own, pool=4.0, pool_length=512)
+    assert peak(again, both) == 512 * (4 + 1)
+    assert peak((), both) == peak((), waves)
+    # What graphs do not have of a wave is kept as before.
+    part = replace(own, pool=1.0, pool_length=256)
+    assert peak((), part) == peak((), own)
+    light = policies(plan.segments, "recompute_act")
+    dropped = replace(waves, act=1.5)
+    assert peak(light, dropped) == 256 * 2.5 + 512 * (0.5 + 1 + 1.5 / 2)
+
+
 def test_the_cheaper_way_is_taken():
     plan = plan_of()
     free = peak(plan, ()) - 1

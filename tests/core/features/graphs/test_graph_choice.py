@@ -4,7 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_prefix.features.graphs.choice import GraphChoice, longest_waiting, size_of_set
+from megatron_prefix.features.graphs.choice import (
+    MOST_LATE,
+    GraphChoice,
+    longest_waiting,
+    size_of_set,
+)
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
@@ -39,12 +44,15 @@ def test_they_stay_if_steps_take_less(ratio, tokens):
     assert choice.after(0.1, 4096, may_try=True) == choice
 
 
-def test_a_step_in_which_some_are_captured_is_late_once():
-    choice = tried().after(1.2, 0, may_try=True, captured=True)
-    assert choice.tokens == 1024 and choice.is_open
+def test_steps_in_which_some_are_captured_do_not_decide():
+    choice = tried()
+    for _ in range(MOST_LATE):
+        choice = choice.after(1.2, 0, may_try=True, captured=True)
+        assert choice.tokens == 1024 and choice.is_open
     assert choice.after(1.0, 0, may_try=True, captured=True).tokens == 1024
-    again = choice.after(1.2, 0, may_try=True, captured=True)
-    assert again.tokens == 0 and not again.is_open
+    for captured in (True, False):  # where all steps have some, that is what they take
+        again = choice.after(1.2, 0, may_try=True, captured=captured)
+        assert again.tokens == 0 and not again.is_open
     sooner = tried().after(1.0, 0, may_try=True, captured=True)
     assert sooner.tokens == 1024 and not sooner.is_open
 

@@ -40,9 +40,26 @@ def test_tried_after_first_steps_and_kept_if_they_pay(pays, kept, monkeypatch, r
         assert schedule.report is not None and schedule.report.decision.share
         lengths.append(choice_of(schedule).tokens)
         replayed.append(recorded_graphs.replays > before)
-    # On the CPU the device waits for the host in all actions; the longest have 24 positions.
-    assert lengths == [0] * 4 + [32] * 4 + [32 if kept else 0] * 3
-    assert not any(replayed[:5]) and replayed[8] and replayed[10] == kept
+    # On the CPU the device waits for the host in all actions; the longest have 24 positions. The
+    # first step with graphs captures them, and the next one decides.
+    assert lengths == [0] * 4 + [32] * 2 + [32 if kept else 0] * 5
+    assert not any(replayed[:5]) and replayed[6] and replayed[10] == kept
+
+
+def test_first_steps_with_graphs_are_compared_as_well(monkeypatch, recorded_graphs):
+    monkeypatch.setattr(choice, "PAYS", 1e9)
+    model = small_model(spec={"num_layers": 3})
+    schedule, compared = PrefixSchedule(replace(CONFIG, verify=1)), []
+    for seed in range(8):
+        items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=seed)], seed)
+        before = recorded_graphs.replays
+        align.run_step(schedule, [model], items, optimize=False)
+        report = schedule.report
+        assert report is not None and report.decision.share
+        if verification := report.features.get("verify"):
+            assert not verification.failure
+            compared.append((seed, recorded_graphs.replays > before))
+    assert compared == [(0, False), (5, True)]
 
 
 @pytest.mark.parametrize("most", [9, 0])

@@ -1,11 +1,13 @@
 """What sets of CUDA graphs hold, where launches are noted and launched again on the CPU."""
 
 import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_prefix.features.graphs import cuda, part
+from megatron_prefix.features.graphs import choice, cuda, part
 from megatron_prefix.features.graphs.choice import size_of_set
 from megatron_prefix.features.graphs.pieces import Piece
 from megatron_prefix.features.graphs.placed import SPARE
@@ -14,6 +16,7 @@ from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.verify import align
+from megatron_prefix.plan.memory import Footprint, StageBytes
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.features.graphs.test_graphs import config, made, steps
 from tests.harness.hybrid import MAMBA, mamba
@@ -249,3 +252,18 @@ def test_what_only_graphs_use_is_what_torch_reserves(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     assert cuda.uncounted_bytes([(0, 1), (0, 3), (0, 4)]) == 10 - 1 + 1000 - 3
     assert cuda.uncounted_bytes([]) == 0
+
+
+def test_plans_know_what_graphs_hold():
+    """Of all ranks the most; until that is known, as much as segments without graphs."""
+    graphs = object.__new__(part.Graphs)
+    graphs.kept, graphs.rank = {}, SimpleNamespace(forward_only=False)
+    vars(graphs)["even"] = 64
+    plain = Footprint((StageBytes(2.0, 3.0), StageBytes(4.0, 1.0)), ((), ()), 0.0, 2, parts=2)
+    assert graphs.footprint(plain) == replace(plain, pool=3.0, pool_length=64)
+    graphs._learn(choice.Held.most([choice.Held(5.0, 1.5), choice.Held(4.0)]))
+    graphs._learn(choice.Held())
+    stages = StageBytes(3.0, 3.0), StageBytes(4.0, 1.0)
+    assert graphs.footprint(plain) == replace(plain, stages=stages, pool=10.0, pool_length=64)
+    vars(graphs)["even"] = 0
+    assert graphs.footprint(plain) is plain

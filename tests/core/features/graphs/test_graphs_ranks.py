@@ -113,6 +113,7 @@ def test_ranks_choose_alike(
     monkeypatch.setattr(choice, "PAYS", 0.0)
     (tokens, replayed), (others, _) = run_ranks(2, chosen, layout, 9, timeout_s=60.0)
     assert tokens == others
-    # Four steps without, three with them, and the one that is timed decides.
-    assert not any(tokens[:4]) and all(tokens[4:7]) and not any(tokens[7:])
+    # Five steps without, one or two that capture them, and the next one decides.
+    num = tokens.count(32)
+    assert tokens == [0] * 4 + [32] * num + [0] * (5 - num) and 2 <= num <= 3
     assert any(replayed[5:8]) and not any(replayed[:5]) and not replayed[8]
