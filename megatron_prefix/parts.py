@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_prefix.config import PrefixConfig
     from megatron_prefix.errors import Reason
     from megatron_prefix.plan.actions import Action, Plan
+    from megatron_prefix.plan.cost import CostModel
     from megatron_prefix.plan.gate import Decision
     from megatron_prefix.plan.joint_forest import JointForest
     from megatron_prefix.plan.memory import Footprint, RankMemory
@@ -83,7 +84,7 @@ class StepPart:
       model call;
     - reading: `check_model`, `read`, `read_last`, `same`, `tokens`, `check`, `build`, `built`;
       `stock` instead where the stock schedule takes the step now;
-    - planning: `rates`, `footprint`, `decided`;
+    - planning: `rates`, `footprint`, `times`, `decided`;
     - a step: `around_run`, `around_step`; then of each attempt `prepare`, `arenas`, `begin`;
     - an action: `action` around it, `starts`, `saving`, `computing` around what it computes,
       `arguments`, `backward`, `layer_left`, `freed`; `acted`;
@@ -97,6 +98,7 @@ class StepPart:
             one too many.
         measures: whether the step is timed, so that another schedule may run it than pays.
         is_tuning: whether later steps still change what the part does: times say nothing yet.
+        renews: whether times of steps before the one that was timed last hold no longer.
         holds_memory: whether it keeps device memory from step to step.
         may_offload: whether tensors of segments may wait in host memory.
         even: segments of at most so many positions are padded so that lengths come again
@@ -110,6 +112,7 @@ class StepPart:
     """
 
     runs_outside = counts_calls = is_tuning = holds_memory = may_offload = measures = False
+    renews = False
     meets_data_ranks = False
     even = 0
     why_final = why_local = ""
@@ -204,6 +207,9 @@ class StepPart:
 
     def footprint(self, footprint: Footprint) -> Footprint:
         return footprint
+
+    def times(self, times: CostModel) -> CostModel:
+        return times
 
     def rates(self) -> Rates | None:
         """How fast this rank computes and copies, where policies depend on it; None: they do not.

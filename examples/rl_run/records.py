@@ -2,25 +2,27 @@
 
 A prompt is up to a few thousand tokens of records and one question:
 
-    key key word word word ;   key key word word word ;   ...   ? key key
+    key key word word word ; text ...   key key word word word ; text ...   ? key key
 
-The answer is the three words behind that key, and a last token. A rule gives the reward: the share
-of these four tokens that are right, in their places.
+Records have text, of other tokens, where there is room for it. The answer is the three words behind
+that key, and a last token. A rule gives the reward: the share of these four tokens that are right,
+in their places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_prefix.lab.data.rollouts import Group, Rollout
 
-END, ASK, NEXT, FIRST_WORD, WORDS, KEY_TOKENS = 0, 1, 2, 3, 16, 32
+END, ASK, NEXT, FIRST_WORD, WORDS, KEY_TOKENS, TEXT_TOKENS = 0, 1, 2, 3, 16, 32, 13
 FIRST_KEY = FIRST_WORD + WORDS
-VOCABULARY = FIRST_KEY + KEY_TOKENS
+FIRST_TEXT = FIRST_KEY + KEY_TOKENS
+VOCABULARY = FIRST_TEXT + TEXT_TOKENS
 VALUE = 3
 """Words of a value."""
 RECORD, QUESTION = 3 + VALUE, 3
@@ -35,16 +37,22 @@ class Records:
     Attributes:
         keys: int32 [records, 2].
         values: int32 [records, VALUE], words.
+        texts: int32 [records, tokens].
     """
 
     keys: Tokens
     values: Tokens
+    texts: Tokens
+
+    def taken(self, order: Tokens) -> Records:
+        """Some of them, in an order."""
+        return Records(self.keys[order], self.values[order], self.texts[order])
 
     @property
     def tokens(self) -> Tokens:
         """All records, one after another."""
         ends = np.full((len(self.keys), 1), NEXT, np.int32)
-        return np.hstack([self.keys, self.values, ends]).reshape(-1)
+        return np.hstack([self.keys, self.values, ends, self.texts]).reshape(-1)
 
     def prompt(self, asked: int) -> Tokens:
         """The records and the question for one of them."""
@@ -61,15 +69,18 @@ class Task:
 
     Attributes:
         prompt_tokens: of a prompt at most, its question included.
+        most_records: in a prompt; what is left of it is text.
         seed: equal seeds give equal prompts.
     """
 
     prompt_tokens: int
+    most_records: int
     seed: int = 0
-    num_records: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_records", (self.prompt_tokens - QUESTION) // RECORD)
+    @property
+    def num_records(self) -> int:
+        """In a prompt."""
+        return min(self.most_records, (self.prompt_tokens - QUESTION) // RECORD)
 
     def records(self, *number: int) -> tuple[Records, Tokens]:
         """Records and the order in which they are asked for, by number."""
@@ -78,26 +89,38 @@ class Task:
         keys = FIRST_KEY + np.stack(np.divmod(pairs, KEY_TOKENS), axis=1)
         values = FIRST_WORD + draw.integers(WORDS, size=(self.num_records, VALUE))
         order = draw.permutation(self.num_records).astype(np.int32)
-        return Records(keys.astype(np.int32), values.astype(np.int32)), order
+        room = (self.prompt_tokens - QUESTION) // self.num_records - RECORD
+        texts = FIRST_TEXT + draw.integers(TEXT_TOKENS, size=(self.num_records, room))
+        return Records(*(part.astype(np.int32) for part in (keys, values, texts))), order
 
     def demonstrations(self, number: int, questions: int) -> Group:
-        """Right answers to several questions about the same records, each with advantage 1, so that
-        the policy gradient is that of their likelihood."""
+        """Right answers to several questions about the same records, and these said again, each
+        with advantage 1, so that the policy gradient is that of their likelihood."""
         records, order = self.records(0, number)
+        name = f"demonstration-{number}"
         rollouts = [
-            rollout(f"demonstration-{number}", asked, records.prompt(asked), records.answer(asked))
+            rollout(name, str(asked), records.prompt(asked), records.answer(asked))
             for asked in order[:questions].tolist()
         ]
-        return Group(f"demonstration-{number}", tuple(rollouts))
+        return Group(name, (*rollouts, self._said_again(name, records, order)))
+
+    def _said_again(self, name: str, records: Records, order: Tokens) -> Rollout:
+        """All records in another order, without their text: how to look something up is learned
+        from many tokens sooner than from few. Which one comes next is not trained."""
+        again = replace(records, texts=records.texts[:, :0]).taken(order).tokens
+        begin, length = len(records.tokens), len(records.tokens) + len(again)
+        spans = tuple((first + 1, first + RECORD) for first in range(begin, length, RECORD))
+        tokens = np.concatenate([records.tokens, again])
+        return Rollout(name, "again", tokens, begin, spans, 1.0, 1.0)
 
 
 def rollout(
-    group: str, uid: int, prompt: Tokens, answer: Tokens, reward: float | None = None
+    group: str, uid: str, prompt: Tokens, answer: Tokens, reward: float | None = None
 ) -> Rollout:
     """A prompt and its answer, all of which is trained; without a reward a demonstration."""
     length = len(prompt) + len(answer)
     return Rollout(
-        group, str(uid), np.concatenate([prompt, answer]), len(prompt), ((len(prompt), length),),
+        group, uid, np.concatenate([prompt, answer]), len(prompt), ((len(prompt), length),),
         1.0 if reward is None else reward, 1.0 if reward is None else None,
     )  # fmt: skip
 

@@ -52,6 +52,7 @@ class Scale:
     Attributes:
         model: fields of the model's shape.
         prompt_tokens, pack_tokens: of a prompt, and of a packed microbatch.
+        most_records: in a prompt.
         demonstrated: updates from demonstrations at most, each of `records` prompts with
             `questions` answers.
         updates: of GRPO, each of `groups` prompts with `answers` answers.
@@ -60,6 +61,7 @@ class Scale:
     model: dict[str, float]
     prompt_tokens: int
     pack_tokens: int
+    most_records: int
     demonstrated: int
     records: int
     questions: int
@@ -75,19 +77,20 @@ SCALES = {
     "cpu": Scale(
         dict(num_layers=2, hidden_size=128, num_attention_heads=8, num_query_groups=8,
              kv_channels=16, ffn_hidden_size=256, init_method_std=0.06),
-        prompt_tokens=33, pack_tokens=1024, demonstrated=1000, records=32, questions=5,
-        updates=100, groups=16, answers=8, learning_rate=2e-3, policy_rate=1e-4,
+        prompt_tokens=33, pack_tokens=1024, most_records=5, demonstrated=1000, records=32,
+        questions=5, updates=100, groups=16, answers=8, learning_rate=2e-3, policy_rate=1e-4,
     ),
     "cuda": Scale(
-        dict(num_layers=8, hidden_size=768, num_attention_heads=12, num_query_groups=4,
-             kv_channels=64, ffn_hidden_size=2048, init_method_std=0.03),
-        prompt_tokens=4096, pack_tokens=16384, demonstrated=1500, records=32, questions=32,
+        dict(num_layers=4, hidden_size=1280, num_attention_heads=20, num_query_groups=4,
+             kv_channels=64, ffn_hidden_size=3584, init_method_std=0.03),
+        prompt_tokens=4096, pack_tokens=16384, most_records=8, demonstrated=1500,
+        records=64, questions=8,
         updates=200, groups=8, answers=16, dtype="bfloat16", learning_rate=1e-3, policy_rate=5e-5,
     ),
 }  # fmt: skip
 SHAPE = {"tie_embeddings": True, "rotary_base": 1000.0}
 """With which small models learn to look something up in a few hundred updates, not in thousands."""
-SHORTEST, GROWTH = 27, 1.3
+SHORTEST, GROWTH = 27, 1.2
 """Tokens of the first demonstrations' prompts, and how they grow: four records are found sooner."""
 KNOWN = -0.7
 """Log-prob of a demonstrated token, at which prompts grow, and end when they are long enough."""
@@ -196,7 +199,7 @@ def demonstrated(scale: Scale, options: ModelOptions, world: World) -> dict[str,
     from megatron_prefix.lab.rl.trainer import Trainer
 
     def groups(number: int, length: int) -> RolloutSet:
-        task = Task(length)
+        task = Task(length, scale.most_records)
         numbers = range(number * scale.records, (number + 1) * scale.records)
         return RolloutSet(tuple(task.demonstrations(n, scale.questions) for n in numbers))
 
@@ -225,7 +228,7 @@ def policy_updates(
     from megatron_prefix.lab.models.build import unwrap
     from megatron_prefix.lab.rl.trainer import Trainer
 
-    task = Task(scale.prompt_tokens)
+    task = Task(scale.prompt_tokens, scale.most_records)
     settings = settings_of(scale, scale.groups, scale.policy_rate, run, kl)
     begin = RolloutSet(tuple(task.demonstrations(n, 1) for n in range(scale.groups)))
     trainer = Trainer(settings, begin, options, options.spec(), world)
@@ -258,7 +261,7 @@ def rollouts(
         name = f"update-{number}-{place}"
         several = lists[place * scale.answers : (place + 1) * scale.answers]
         groups.append(Group(name, tuple(
-            rollout(name, uid, prompt, np.array(answer, np.int32), reward(answer, right))
+            rollout(name, str(uid), prompt, np.array(answer, np.int32), reward(answer, right))
             for uid, answer in enumerate(several)
         )))  # fmt: skip
     rewards = [r.reward for group in groups for r in group.rollouts]

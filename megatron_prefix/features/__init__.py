@@ -222,6 +222,12 @@ def _by_plan(*_: Any) -> bool:
     return False
 
 
+def may_have_graphs(config: PrefixConfig, rank: Rank) -> bool:
+    """Where they are left to measurements, on a GPU."""
+    is_measured = isinstance(config.graph_tokens, str)
+    return rank.device.type == "cuda" if is_measured else config.graph_tokens > 0
+
+
 PARTS: tuple[Feature, ...] = (
     # First: parts below it add to what it makes when an attempt begins.
     Feature("experts", f"{_FOLDER}experts.part:Routers", lambda _, rank: rank.model.has_experts),
@@ -241,7 +247,7 @@ PARTS: tuple[Feature, ...] = (
     Feature(
         "the use of CUDA graphs",
         f"{_FOLDER}graphs.part:Graphs",
-        lambda config, rank: bool(config.graph_tokens) and not rank.forward_only,
+        lambda config, rank: may_have_graphs(config, rank) and not rank.forward_only,
         needed=False,
     ),
     Feature("quantisers", f"{_FOLDER}qat.quantisers:Quantisers", _may_have_quantisers),

@@ -190,7 +190,7 @@ class Planning:
         if joint.union is not joint.forest:
             union = replace(plan, segments=joint.union.segments)
         prediction = predict(
-            request.costs.times, joint.union, joint.union_microbatch_of, union,
+            request.times, joint.union, joint.union_microbatch_of, union,
             forward_only=rank.forward_only, num_pipelines=joint.num_pipelines,
         )  # fmt: skip
         retains = rank.forward_only or self.config.memory != "auto" or not any(plan.policies)
@@ -328,7 +328,7 @@ class Planning:
             logger.warning("mode on shares this step anyway: %s", decision.reason)
         report = StepReport(
             step.forest, decision, forecast.plan, forecast.union, prediction=forecast.prediction,
-            times=request.costs.times,
+            times=request.times,
         )  # fmt: skip
         return report, forecast.over
 

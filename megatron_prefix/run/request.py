@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.parts import StepPart
+from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.costs import Costs
@@ -100,6 +101,14 @@ class Request:
         for part in self.parts:
             footprint = part.footprint(footprint)
         return footprint
+
+    @property
+    def times(self) -> CostModel:
+        """What work takes, with what parts of the call change of it."""
+        times = self.costs.times
+        for part in self.parts:
+            times = part.times(times)
+        return times
 
     @property
     def may_join(self) -> bool:

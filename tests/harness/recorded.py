@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_prefix import features
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.choice import GraphChoice
 from megatron_prefix.features.graphs.cut_layer import CutLayer
@@ -232,6 +233,7 @@ def recording() -> Iterator[type[RecordedGraph]]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (mappings, tensor_layers):
             patch.setattr(module, "dist_reduce_scatter_func", _reduce_scatter)
+        patch.setattr(features, "may_have_graphs", lambda config, _: config.graph_tokens != 0)
         patch.setattr(cuda, "Graph", Counted)
         patch.setattr(cuda, "why_not", lambda *_, **__: "")
         patch.setattr(cuda, "pool", lambda: None)

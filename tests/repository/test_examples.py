@@ -159,7 +159,7 @@ def sampler(monkeypatch):
 def test_samples_are_of_the_models_own_distribution(sampler, on_one_rank):
     """What the cache says of a token is what a forward pass over all tokens says."""
     records, sampling = sampler
-    task = records.Task(60)
+    task = records.Task(60, 4)
     asked = [task.records(1, 0, number)[0].prompt(0) for number in range(3)]
     prompts = torch.stack([torch.from_numpy(prompt).long() for prompt in asked])
     model = unwrap(build_model(resolve("tiny-llama", vocab_size=records.VOCABULARY))[0])

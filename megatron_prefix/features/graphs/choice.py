@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.cost import CostModel, Work, works
 
 WAITS = 0.9
 """The host's part of an action's time from which on the device waits for it: what it has queued
@@ -20,10 +21,12 @@ ends when the host does."""
 LEAST = 0.1
 """Such actions' part of all actions' time from which on graphs are tried."""
 PAYS = 0.97
-"""Of a step's time without graphs, what one with them may take at most to keep them: what is
-predicted of it counts their padding as work."""
+"""Of a step's time without graphs, what one with them may take at most to keep them, for as many
+FLOPs, padding included."""
 MOST_LATE = 4
 """Steps in a row that capture graphs, and take too long, before the next one decides."""
+LAUNCHES = 0.1
+"""What an action's launches take with graphs, of what they take without, until that is measured."""
 ENOUGH = 2
 """Steps with sharing that were timed before graphs are tried."""
 
@@ -54,6 +57,7 @@ class SeenSegments(NamedTuple):
         captured: whether some were captured in it.
         needs_room: whether it could not share, or ran twice, for want of memory.
         held: by what there is behind it.
+        is_lent: whether memory was returned to the device between steps, for others.
     """
 
     shared: bool
@@ -61,12 +65,14 @@ class SeenSegments(NamedTuple):
     captured: bool
     needs_room: bool
     held: Held = Held()
+    is_lent: bool = False
 
     @classmethod
     def most(cls, several: Iterable[SeenSegments]) -> SeenSegments:
         """Of several ranks."""
-        shared, waits, captured, needs_room, held = zip(*several, strict=True)
-        return cls(max(shared), max(waits), max(captured), max(needs_room), Held.most(held))
+        shared, waits, captured, needs_room, held, is_lent = zip(*several, strict=True)
+        flags = max(captured), max(needs_room), Held.most(held), max(is_lent)
+        return cls(max(shared), max(waits), *flags)
 
 
 @dataclass(frozen=True)
@@ -76,13 +82,15 @@ class GraphChoice:
     Attributes:
         tokens: positions of the longest segment whose layers run on graphs; 0: none.
         is_open: whether that may still change.
-        without: times of steps without graphs, over what was predicted of them.
+        is_measured: whether it is left to measurements.
+        without: times of steps without graphs, over their FLOPs.
         waits: positions of the longest segment seen to wait for the host.
         late: steps with graphs that took too long, and in which some were captured.
     """
 
     tokens: int
     is_open: bool = False
+    is_measured: bool = False
     without: tuple[float, ...] = ()
     waits: int = 0
     late: int = 0
@@ -90,7 +98,9 @@ class GraphChoice:
     @classmethod
     def of(cls, setting: int | str) -> GraphChoice:
         """By the setting `graph_tokens`."""
-        return cls(0, is_open=True) if isinstance(setting, str) else cls(setting)
+        if isinstance(setting, str):
+            return cls(0, is_open=True, is_measured=True)
+        return cls(setting)
 
     def after(
         self, ratio: float, waits: int, *, may_try: bool, captured: bool = False
@@ -98,7 +108,7 @@ class GraphChoice:
         """With one more timed step that shared.
 
         Args:
-            ratio: its time over what was predicted of it.
+            ratio: its time over its FLOPs (`flops`).
             waits: see `longest_waiting`.
             may_try: whether graphs may be used from the next step on.
             captured: whether graphs were captured in it, which is no time of a step: if it took too
@@ -120,6 +130,25 @@ class GraphChoice:
         """After a timed step that could not share, or ran twice, for want of memory: graphs that
         are tried end, as they hold some."""
         return replace(self, is_open=False, tokens=0) if self.is_open and self.tokens else self
+
+    def lent(self) -> GraphChoice:
+        """Where others use the device between steps: what graphs hold would be in their way."""
+        return replace(self, is_open=False, tokens=0) if self.is_measured else self
+
+
+def with_graphs(times: CostModel) -> CostModel:
+    """What work takes if layers run on graphs."""
+    forward = Work(1.0, 1.0, 1.0, LAUNCHES, LAUNCHES, 1.0)
+    shares = (*forward, *forward)
+    prices = (price * share for price, share in zip(times.prices, shares, strict=True))
+    return replace(times, prices=tuple(prices))
+
+
+def flops(plan: Plan, cost: CostModel) -> float:
+    """Of forwards of a plan's segments, once each: what steps are compared by whose plans differ in
+    how much runs again, or in launches."""
+    once = (work._replace(actions=0.0, calls=0.0) for work in works(plan.segments))
+    return sum(map(cost.of_work, once))
 
 
 def size_of_set(positions: int, most: int) -> int:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+
+SAVER = "torch_memory_saver"
+"""With which slime, miles and SGLang free the memory of what is not used in a phase."""
 
 
 def why_not(device: torch.device, *, collectives: bool) -> str:
@@ -20,6 +24,8 @@ def why_not(device: torch.device, *, collectives: bool) -> str:
     """
     if device.type != "cuda":
         return "CUDA graphs need a GPU"
+    if SAVER in sys.modules:
+        return f"{SAVER} takes memory away between steps, with what graphs have in it"
     expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if collectives and expandable and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
         # As in megatron/core/transformer/cuda_graphs.py: NCCL would register memory that moves.
@@ -64,6 +70,11 @@ class Graph:
     def replay(self) -> None:
         """Launches what was captured."""
         self._graph.replay()
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Bytes that torch holds of a device, used or not; 0 of others."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def pool() -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from megatron_prefix.features.graphs.choice import (
     GraphChoice,
     Held,
     SeenSegments,
+    flops,
     longest_waiting,
+    with_graphs,
 )
 from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
 from megatron_prefix.features.graphs.placed import PlacedArenas
@@ -29,12 +32,15 @@ from megatron_prefix.tree.payload_map import Form, PayloadMap
 
 if TYPE_CHECKING:
     from megatron_prefix.plan.actions import Plan
+    from megatron_prefix.plan.cost import CostModel
     from megatron_prefix.plan.memory import Footprint, RankMemory
+    from megatron_prefix.run.report import StepReport
+    from megatron_prefix.run.request import Request
     from megatron_prefix.sidecar.row_exchange import RowExchange
 
 logger = logging.getLogger(__name__)
 _CHOICE, _RAN, _ARENAS, _CAPTURED = "choice", "ran", "arenas", "captured"
-_HELD, _TIMED = "held", "timed"
+_HELD, _TIMED, _RESERVED, _LENT = "held", "timed", "reserved", "lent"
 TIMED = 3
 """Shared steps with graphs that are timed, once their use is settled."""
 MOST_CAPTURED = 4
@@ -91,6 +97,25 @@ class Graphs(StepPart):
         stages = tuple(of._replace(inner=max(of.inner, inner)) for of in footprint.stages)
         pool = pool or max((of.wave for of in stages), default=0.0)
         return replace(footprint, stages=stages, pool=pool, pool_length=self.even)
+
+    def times(self, times: CostModel) -> CostModel:
+        """See StepPart. Where graphs are tried, segments are planned for them: shorter ones, of
+        which more can be kept."""
+        return with_graphs(times) if self.even and self._num_timed < TIMED else times
+
+    @property
+    def _num_timed(self) -> int:
+        """Steps with graphs that were timed, since their use is settled."""
+        number: int = self.kept.get(_TIMED, 0)
+        return number
+
+    @contextlib.contextmanager
+    def around_run(self, report: StepReport, request: Request) -> Iterator[None]:
+        """See StepPart. Sees whether torch holds less than behind the last step."""
+        lent = cuda.reserved_bytes(self.rank.device) < self.kept.get(_RESERVED, 0)
+        self.kept[_LENT] = self.kept.get(_LENT, False) or lent
+        yield
+        self.kept[_RESERVED] = cuda.reserved_bytes(self.rank.device)
 
     def prepare(self, plan: Plan, predicted: Callable[[], RankMemory]) -> None:
         """See StepPart."""
@@ -171,8 +196,7 @@ class Graphs(StepPart):
         """See StepPart. Some steps with graphs are timed, so that plans know what launches take."""
         if self._why_not:
             return False
-        settles = self.choice.tokens > 0 and self.kept.get(_TIMED, 0) < TIMED
-        return self.choice.is_open or settles
+        return self.choice.is_open or (self.choice.tokens > 0 and self._num_timed < TIMED)
 
     @property
     def holds_memory(self) -> bool:  # type: ignore[override]
@@ -186,14 +210,33 @@ class Graphs(StepPart):
         for group in step.groups:
             observed = SeenSegments.most(all_say(observed, group))
         self._learn(observed.held)
+        if observed.is_lent and before != (before := before.lent()):
+            logger.info(
+                "no CUDA graphs: between steps memory is returned to the device, for others"
+            )
+            self.kept[_CHOICE] = before
         if not before.is_open:
-            self.kept[_TIMED] = self.kept.get(_TIMED, 0) + observed.shared
-            return not before.tokens or self._is_typical(observed.captured)
-        self.kept[_CHOICE] = first_says(_after(before, step, observed), step.groups)
+            typical = not before.tokens or self._is_typical(observed.captured)
+            counts = typical and observed.shared
+            self.kept[_TIMED] = self._num_timed + counts
+            self.renews = counts and self._num_timed == 1  # launches took longer without graphs
+            return typical
+        self.kept[_CHOICE] = first_says(self._after(before, step, observed), step.groups)
         if self.choice.tokens != before.tokens:
             logger.info("graph_tokens is %d from the next step on", self.choice.tokens)
         stay = self.choice.tokens > 0 and not self.choice.is_open
         return stay or not (before.tokens and observed.shared)
+
+    def _after(self, choice: GraphChoice, step: TimedStep, counts: SeenSegments) -> GraphChoice:
+        """The use of graphs from the next step on. While the first steps are measured there are
+        none: a capture is no time of a step."""
+        if counts.needs_room and choice.tokens:
+            return choice.without_room()
+        if not (step.report.decision.share and step.predicted > 0):
+            return choice
+        ratio = step.seconds / flops(step.report.plan, self.rank.model.cost)
+        may_try = step.is_settled and not self._why_not
+        return choice.after(ratio, counts.waits, may_try=may_try, captured=counts.captured)
 
     def _is_typical(self, captured: bool) -> bool:
         """Whether a step's time counts, where graphs are used in any case."""
@@ -210,7 +253,8 @@ class Graphs(StepPart):
             waits = longest_waiting(report.plan, *times, without_waiting)
         captured = any(graphs.captured for graphs in self._graphs)
         no_room = report.decision.over_limit or report.retried
-        return SeenSegments(report.decision.share, waits, captured, no_room, self._held())
+        lent: bool = self.kept.get(_LENT, False)
+        return SeenSegments(report.decision.share, waits, captured, no_room, self._held(), lent)
 
     def _held(self) -> Held:
         """Of this rank; a snapshot of the allocator takes milliseconds."""
@@ -222,17 +266,6 @@ class Graphs(StepPart):
         """Later steps are planned with what graphs hold; the same on all ranks."""
         known = self.kept.get(_HELD, Held())
         self.kept[_HELD] = Held(*(new or old for new, old in zip(held, known, strict=True)))
-
-
-def _after(choice: GraphChoice, step: TimedStep, counts: SeenSegments) -> GraphChoice:
-    """The use of graphs from the next step on. While the first steps are measured there are none: a
-    capture is no time of a step."""
-    if counts.needs_room and choice.tokens:
-        return choice.without_room()
-    if not (step.report.decision.share and step.predicted > 0):
-        return choice
-    ratio = step.seconds / step.predicted
-    return choice.after(ratio, counts.waits, may_try=step.is_settled, captured=counts.captured)
 
 
 def graphs_of(model: Any) -> LayerGraphs | None:

@@ -185,7 +185,8 @@ class CostMeter:
         for group in self._groups:
             evidence = together(all_say(evidence, group), self._costs.times)
         if self._is_typical(report, request.parts, seconds):
-            self._measured = self._measured.and_also(evidence, KEPT)
+            renewed = any(part.renews for part in request.parts)
+            self._measured = self._measured.and_also(evidence, 0.0 if renewed else KEPT)
         times = self._measured.times(self._prior)
         learned = times, self._doubt(report, times)
         self._costs.times, self._doubted = first_says(learned, self._groups)

@@ -5,12 +5,16 @@ from dataclasses import replace
 import pytest
 
 from megatron_prefix.features.graphs.choice import (
+    LAUNCHES,
     MOST_LATE,
     GraphChoice,
+    flops,
     longest_waiting,
     size_of_set,
+    with_graphs,
 )
 from megatron_prefix.plan.actions import Action
+from megatron_prefix.plan.cost import CostModel, causal_pairs
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.trees import flat_rollouts
@@ -63,6 +67,37 @@ def test_they_end_where_there_is_no_room_for_them():
     kept = tried().after(1.0, 0, may_try=True)
     for choice in (GraphChoice.of("auto"), GraphChoice.of(64), kept):
         assert choice.without_room() == choice
+
+
+def test_launches_take_less_with_graphs():
+    prices = tuple(map(float, range(1, 13)))
+    changed = with_graphs(CostModel(prices, 1.5, 0.8)).prices
+    assert changed == (
+        1,
+        2,
+        3,
+        4 * LAUNCHES,
+        5 * LAUNCHES,
+        6,
+        7,
+        8,
+        9,
+        10 * LAUNCHES,
+        11 * LAUNCHES,
+        12,
+    )
+
+
+def test_steps_are_compared_by_what_they_compute_once():
+    rollouts, groups = flat_rollouts(400, 100, 4, 1)
+    plans = [
+        make_plan(build(rollouts, groups, TreeOptions(segment_tokens=most))) for most in (400, 100)
+    ]
+    once = [flops(plan, CostModel.of_flops(1.0, 10.0, 0.1)) for plan in plans]
+    positions, scored = 400 + 4 * 100, 4 * 100
+    pairs = causal_pairs(0, 400) + 4 * causal_pairs(400, 100)
+    assert once == pytest.approx([positions + 10 * scored + 0.1 * pairs] * 2, rel=0.01)
+    assert len(plans[0].segments) < len(plans[1].segments)
 
 
 def test_sets_of_graphs_are_for_segments_about_as_long():

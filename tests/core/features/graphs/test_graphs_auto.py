@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.graphs import choice, part
+from megatron_prefix.features.graphs import choice, cuda, part
 from megatron_prefix.features.measure import cost_meter
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.verify import align
@@ -62,6 +62,26 @@ def test_first_steps_with_graphs_are_compared_as_well(monkeypatch, recorded_grap
     assert compared == [(0, False), (5, True)]
 
 
+@pytest.mark.parametrize("tokens", ["auto", 32])
+def test_memory_that_is_returned_between_steps_is_for_others(tokens, monkeypatch, recorded_graphs):
+    """Whoever asks for graphs has them even so."""
+    monkeypatch.setattr(choice, "PAYS", 1e9)
+    monkeypatch.setattr(cost_meter, "EVERY", 3)
+    reserved = iter(range(100))  # twice a step: it grows, until a trainer empties the cache
+    monkeypatch.setattr(cuda, "reserved_bytes", lambda _: next(reserved))
+    model = small_model(spec={"num_layers": 3})
+    schedule = PrefixSchedule(replace(CONFIG, graph_tokens=tokens))
+    replayed = []
+    for seed in range(12):
+        if seed == 8:
+            reserved = iter(range(100))
+        items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=seed)], seed)
+        before = recorded_graphs.replays
+        align.run_step(schedule, [model], items, optimize=False)
+        replayed.append(recorded_graphs.replays > before)
+    assert replayed[7:] == [True] * 2 + [tokens == 32] * 3
+
+
 @pytest.mark.parametrize("most", [9, 0])
 def test_a_capture_is_no_time_of_a_step(most, monkeypatch, recorded_graphs):
     """Unless many steps have one."""
@@ -87,7 +107,7 @@ def test_a_capture_is_no_time_of_a_step(most, monkeypatch, recorded_graphs):
 def test_steps_go_on_where_graphs_cannot_be_imported(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "megatron_prefix.features.graphs.part", None)
     parts_of_call._warn.cache_clear()
-    schedule = PrefixSchedule(CONFIG)
+    schedule = PrefixSchedule(replace(CONFIG, graph_tokens=32))
     items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=0)], 0)
     align.run_step(schedule, [small_model()], items, optimize=False)
     assert schedule.report is not None and schedule.report.decision.share
