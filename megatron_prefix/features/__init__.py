@@ -224,8 +224,9 @@ def _by_plan(*_: Any) -> bool:
 
 def may_have_graphs(config: PrefixConfig, rank: Rank) -> bool:
     """Where they are left to measurements, on a GPU."""
-    is_measured = isinstance(config.graph_tokens, str)
-    return rank.device.type == "cuda" if is_measured else config.graph_tokens > 0
+    if isinstance(config.graph_tokens, str):
+        return rank.device.type == "cuda"
+    return config.graph_tokens > 0
 
 
 PARTS: tuple[Feature, ...] = (

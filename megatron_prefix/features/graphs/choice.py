@@ -136,6 +136,29 @@ class GraphChoice:
         return replace(self, is_open=False, tokens=0) if self.is_measured else self
 
 
+class Needs(NamedTuple):
+    """Of graphs in a step.
+
+    Attributes:
+        longest: positions of the longest segment that soon gives its set back.
+        kept: segments that keep theirs from their forward to their backward.
+    """
+
+    longest: int
+    kept: int
+
+    @classmethod
+    def of(cls, plan: Plan, most: int) -> Needs:
+        """Of a plan whose segments of up to `most` positions have graphs."""
+        lengths, kept = [0], 0
+        for number, segment in enumerate(plan.segments):
+            if segment.source < 0 and segment.padded_length <= most:
+                passes = not segment.inner or plan.policy(number) == "recompute"
+                lengths += [segment.padded_length] * passes
+                kept += not passes
+        return cls(max(lengths), kept)
+
+
 def with_graphs(times: CostModel) -> CostModel:
     """What work takes if layers run on graphs."""
     forward = Work(1.0, 1.0, 1.0, LAUNCHES, LAUNCHES, 1.0)

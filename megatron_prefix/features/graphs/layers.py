@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.features.graphs import cuda
-from megatron_prefix.features.graphs.choice import Held, size_of_set
+from megatron_prefix.features.graphs.choice import Held, Needs, size_of_set
 from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
@@ -40,6 +40,8 @@ IN_THE_WAY = (
 """Options of Megatron with which a layer is not the same launches in every segment of a length."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 CHANGED = "what a layer gives the next was replaced between them: set graph_tokens to 0"
+ROOM = 1.125
+"""How much longer sets for segments that soon give them back may be than a step's longest one."""
 SEEN_BEFORE = 1
 """A length has graphs after so many segments of it: what is compiled for it is compiled there."""
 
@@ -197,18 +199,27 @@ class LayerGraphs:
             arena.reuse_sums()
 
     def begin_step(
-        self, recomputed: Collection[int] = (), arenas: PlacedArenas | None = None
+        self,
+        recomputed: Collection[int] = (),
+        arenas: PlacedArenas | None = None,
+        needs: Needs | None = None,
     ) -> None:
         """Whether anything has moved is looked at in the first forward with gradients: in passes
-        without them a trainer may have put gradients away.
+        without them a trainer may have put gradients away. Sets that the step's plan does not count
+        are dropped before it runs.
 
         Args:
             recomputed: segments whose forward runs again before their backward.
             arenas: of the step; None: others.
+            needs: of its plan; None: not known.
         """
         self.end_step()
         self.arenas = arenas or PlacedArenas()
         self._is_new, self.captured, self._recomputed = True, False, recomputed
+        if needs is not None:
+            longest = ROOM * needs.longest / self._ranks
+            passes = [g for g in self._free if g.passes and g.most <= longest]
+            self._free = [*passes, *[g for g in self._free if not g.passes][: needs.kept]]
 
     def _look(self) -> None:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""

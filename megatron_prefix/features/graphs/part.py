@@ -15,6 +15,7 @@ from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.choice import (
     GraphChoice,
     Held,
+    Needs,
     SeenSegments,
     flops,
     longest_waiting,
@@ -152,7 +153,8 @@ class Graphs(StepPart):
         recomputed = {index for index, policy in enumerate(policies) if policy == "recompute"}
         for stage, graphs in zip(attempt.stages, created, strict=True):
             if graphs is not None:
-                graphs.begin_step(recomputed, self._arenas[stage.chunk])
+                needs = Needs.of(plan, self.even)
+                graphs.begin_step(recomputed, self._arenas[stage.chunk], needs)
                 if self._has_begun:
                     graphs.give_back()
         if self._has_begun:

@@ -267,3 +267,23 @@ def test_plans_know_what_graphs_hold():
     assert graphs.footprint(plain) == replace(plain, stages=stages, pool=10.0, pool_length=64)
     vars(graphs)["even"] = 0
     assert graphs.footprint(plain) is plain
+
+
+def test_sets_that_a_plan_does_not_count_go_before_it_runs(recorded_graphs):
+    model, schedule = small_model(), PrefixSchedule(config(memory="retain"))
+    for seed in range(2):
+        groups = list(generate(2, 40, 9, 4, vocab_size=64, seed=0))
+        align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
+    graphs, report = made(model), schedule.report
+    assert report is not None
+    needs = choice.Needs.of(report.plan, graphs.most)
+    passes = [one.most for one in graphs.sets if one.passes]
+    assert passes and needs.longest == max(passes) and needs.kept >= len([*graphs.sets]) - 1 > 0
+    graphs.begin_step(needs=needs)
+    assert len([*graphs.sets]) == len(passes) + min(needs.kept, len([*graphs.sets]) - len(passes))
+    graphs.begin_step(needs=choice.Needs(max(passes) - 1, 1))  # lengths of waves differ a little
+    assert [one.passes for one in graphs.sets].count(True) == len(passes)
+    graphs.begin_step(needs=choice.Needs(max(passes) // 2, 1))
+    assert [one.passes for one in graphs.sets] == [False]
+    graphs.begin_step(needs=choice.Needs.of(replace(report.plan, policies=()), 0))
+    assert not [*graphs.sets]
