@@ -12,7 +12,7 @@ in their places.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,10 +43,6 @@ class Records:
     keys: Tokens
     values: Tokens
     texts: Tokens
-
-    def taken(self, order: Tokens) -> Records:
-        """Some of them, in an order."""
-        return Records(self.keys[order], self.values[order], self.texts[order])
 
     @property
     def tokens(self) -> Tokens:
@@ -94,24 +90,15 @@ class Task:
         return Records(*(part.astype(np.int32) for part in (keys, values, texts))), order
 
     def demonstrations(self, number: int, questions: int) -> Group:
-        """Right answers to several questions about the same records, and these said again, each
-        with advantage 1, so that the policy gradient is that of their likelihood."""
+        """Right answers to several questions about the same records, each with advantage 1, so that
+        the policy gradient is that of their likelihood."""
         records, order = self.records(0, number)
         name = f"demonstration-{number}"
         rollouts = [
             rollout(name, str(asked), records.prompt(asked), records.answer(asked))
             for asked in order[:questions].tolist()
         ]
-        return Group(name, (*rollouts, self._said_again(name, records, order)))
-
-    def _said_again(self, name: str, records: Records, order: Tokens) -> Rollout:
-        """All records in another order, without their text: how to look something up is learned
-        from many tokens sooner than from few. Which one comes next is not trained."""
-        again = replace(records, texts=records.texts[:, :0]).taken(order).tokens
-        begin, length = len(records.tokens), len(records.tokens) + len(again)
-        spans = tuple((first + 1, first + RECORD) for first in range(begin, length, RECORD))
-        tokens = np.concatenate([records.tokens, again])
-        return Rollout(name, "again", tokens, begin, spans, 1.0, 1.0)
+        return Group(name, tuple(rollouts))
 
 
 def rollout(

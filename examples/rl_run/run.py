@@ -81,18 +81,18 @@ SCALES = {
         questions=5, updates=100, groups=16, answers=8, learning_rate=2e-3, policy_rate=1e-4,
     ),
     "cuda": Scale(
-        dict(num_layers=4, hidden_size=1280, num_attention_heads=20, num_query_groups=4,
-             kv_channels=64, ffn_hidden_size=3584, init_method_std=0.03),
-        prompt_tokens=4096, pack_tokens=16384, most_records=8, demonstrated=1500,
-        records=64, questions=8,
+        dict(num_layers=8, hidden_size=768, num_attention_heads=12, num_query_groups=4,
+             kv_channels=64, ffn_hidden_size=2048, init_method_std=0.03),
+        prompt_tokens=4096, pack_tokens=16384, most_records=16, demonstrated=1500,
+        records=64, questions=16,
         updates=200, groups=8, answers=16, dtype="bfloat16", learning_rate=1e-3, policy_rate=5e-5,
     ),
 }  # fmt: skip
 SHAPE = {"tie_embeddings": True, "rotary_base": 1000.0}
 """With which small models learn to look something up in a few hundred updates, not in thousands."""
-SHORTEST, GROWTH = 27, 1.2
+SHORTEST, GROWTH = 27, 1.1
 """Tokens of the first demonstrations' prompts, and how they grow: four records are found sooner."""
-KNOWN = -0.7
+KNOWN = -0.65
 """Log-prob of a demonstrated token, at which prompts grow, and end when they are long enough."""
 RUNS = {"stock": ("off", False), "reordered": ("off", True), "prefix": ("auto", False)}
 """Mode of the schedule, and whether microbatches run backwards."""
