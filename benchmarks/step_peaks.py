@@ -58,6 +58,20 @@ class _Highest:
         return Peaks(found.used, self._allocated, self._reserved)
 
 
+def of_graphs(chunks: Sequence[Any]) -> dict[str, Any]:
+    """What CUDA graphs hold."""
+    graphs = [*filter(None, map(graphs_of, chunks))]
+    return dict(
+        graphs=sum(of_chunk.uncounted_bytes for of_chunk in graphs) / GIB,
+        arenas=sum(of_chunk.arenas.device_bytes for of_chunk in graphs) / GIB,
+        sets=[
+            [made.most, made.passes, len(made.made), made.placed_bytes / GIB]
+            for of_chunk in graphs
+            for made in of_chunk.sets
+        ],
+    )
+
+
 def rows(
     run: Any, all_steps: Sequence[Sequence[Any]], schedule: Any, num: int
 ) -> list[dict[str, Any]]:
@@ -74,16 +88,9 @@ def rows(
         begin = now(run._device)
         passes.run(schedule, forward_step, run._chunks, items)
         milliseconds = 1e3 * (now(run._device) - begin)
-        graphs = [*filter(None, map(graphs_of, run._chunks))]
-        unseen = sum(of_chunk.uncounted_bytes for of_chunk in graphs)
-        highest = (torch.cuda.max_memory_allocated() + unseen) / GIB
-        row: dict[str, Any] = dict(gib=highest, ms=milliseconds, graphs=unseen / GIB)
-        row["sets"] = [
-            [made.most, made.passes, len(made.made), made.placed_bytes / GIB]
-            for of_chunk in graphs
-            for made in of_chunk.sets
-        ]
-        row["arenas"] = sum(of_chunk.arenas.device_bytes for of_chunk in graphs) / GIB
+        held = of_graphs(run._chunks)
+        highest = torch.cuda.max_memory_allocated() / GIB + held["graphs"]
+        row: dict[str, Any] = dict(gib=highest, ms=milliseconds, **held)
         row["allocations"] = torch.cuda.memory_stats().get("num_device_alloc", 0) - allocations
         if isinstance(schedule, PrefixSchedule):
             report: Any = schedule.report

@@ -104,10 +104,10 @@ class PrefixConfig:
             it, and what they keep stays allocated between steps. 0: no graphs. "auto": the longest
             length at which the device waits for the host, if steps get faster and fit the memory
             limit, and unless a trainer returns memory to the device between steps.
-        verify: run the first N shared steps of each kind (updates, passes without gradients) with
-            both schedules on the same microbatches, compare them, and return the stock schedule's
-            results. A kind of step that differs by more than rounding gets the stock schedule from
-            then on; mode "on" raises. 0: none.
+        verify: run the first N shared steps of each kind (updates, passes without gradients), and
+            the first N with CUDA graphs, with both schedules on the same microbatches, compare
+            them, and return the stock schedule's results. A kind of step that differs by more than
+            rounding gets the stock schedule from then on; mode "on" raises. 0: none.
         watchdog_minutes: when a step has taken this many minutes, and ten times its usual and its
             predicted time, every rank logs what it is doing. 0: never.
     """

@@ -211,7 +211,7 @@ class Graphs(StepPart):
         before, observed = self.choice, self._seen(step)
         for group in step.groups:
             observed = SeenSegments.most(all_say(observed, group))
-        self._learn(observed.held)
+        self.learn(observed.held)
         if observed.is_lent and before != (before := before.lent()):
             logger.info(
                 "no CUDA graphs: between steps memory is returned to the device, for others"
@@ -264,7 +264,7 @@ class Graphs(StepPart):
             return Held()
         return Held.most(graphs.held for graphs in self._graphs)
 
-    def _learn(self, held: Held) -> None:
+    def learn(self, held: Held) -> None:
         """Later steps are planned with what graphs hold; the same on all ranks."""
         known = self.kept.get(_HELD, Held())
         self.kept[_HELD] = Held(*(new or old for new, old in zip(held, known, strict=True)))

@@ -57,7 +57,7 @@ def test_all_is_retained_where_it_fits():
     assert chosen(plan, peak(plan, ()) - 1) != ()
 
 
-def test_segments_that_take_turns_in_a_pool_keep_nothing_of_their_own():
+def test_segments_that_take_turns_in_a_pool_keep_nothing():
     plan = plan_of(prompt=512, response=256, num=4)
     assert [segment.padded_length for segment in plan.segments] == [512, 256, 256, 256, 256]
     peak = lambda chosen, known: known.peaks(replace(plan, policies=chosen))[0].peak  # noqa: E731

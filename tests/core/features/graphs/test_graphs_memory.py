@@ -261,8 +261,8 @@ def test_plans_know_what_graphs_hold():
     vars(graphs)["even"] = 64
     plain = Footprint((StageBytes(2.0, 3.0), StageBytes(4.0, 1.0)), ((), ()), 0.0, 2, parts=2)
     assert graphs.footprint(plain) == replace(plain, pool=3.0, pool_length=64)
-    graphs._learn(choice.Held.most([choice.Held(5.0, 1.5), choice.Held(4.0)]))
-    graphs._learn(choice.Held())
+    graphs.learn(choice.Held.most([choice.Held(5.0, 1.5), choice.Held(4.0)]))
+    graphs.learn(choice.Held())
     stages = StageBytes(3.0, 3.0), StageBytes(4.0, 1.0)
     assert graphs.footprint(plain) == replace(plain, stages=stages, pool=10.0, pool_length=64)
     vars(graphs)["even"] = 0
