@@ -40,6 +40,10 @@ from tests.oracle import attention  # noqa: E402
 
 NEWER = "megatron.core.transformer.moe.moe_logging"
 HEADS = "megatron/bridge/models/common/heads.py"
+UNUSED = (
+    "megatron.bridge", "hydra", "ray", NEWER, "nemo_rl.models.megatron.setup",
+    "nemo_rl.models.policy", "nemo_rl.models.generation", "nemo_rl.utils.logger",
+)  # fmt: skip
 ROWS, TOPK = 4, 8
 _FIVE = {
     "num_layers": 4, "mtp_num_layers": 5, "num_moe_experts": 8, "moe_ffn_hidden_size": 32,
@@ -52,17 +56,28 @@ NEMOTRON: tuple[dict[str, Any], ...] = (
 """In packs, and in rows."""
 
 
+def prepare() -> None:
+    """What NeMo-RL needs on the CPU, with this Megatron-Core."""
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.models.megatron import data as nemo_data
+    from nemo_rl.models.megatron import router_replay
+
+    router_replay._MISSING_ROUTE_SENTINEL = -1  # of nemo_rl.models.generation, which is a stand-in
+    if not hasattr(sys.modules[NEWER], "__file__"):
+        sys.modules[NEWER] = None  # type: ignore[assignment]  # not there, as before the stand-in
+    BatchedDataDict.to = lambda self, device: self
+    fields = {field.name for field in dataclasses.fields(PackedSeqParams)}  # newer ones have more
+    nemo_data.PackedSeqParams = lambda **given: PackedSeqParams(
+        **{name: value for name, value in given.items() if name in fields}
+    )
+
+
 def batches(layout: Any, config: dict[str, Any], spec: Any, *, brings: bool = False) -> list[Any]:
     """Processed microbatches of four rollouts each, packed by NeMo-RL or padded; with routes if
     rollouts bring them."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl.models.megatron import data as nemo_data
 
-    BatchedDataDict.to = lambda self, device: self
-    fields = {field.name for field in dataclasses.fields(PackedSeqParams)}  # newer ones have more
-    nemo_data.PackedSeqParams = lambda **given: PackedSeqParams(
-        **{name: value for name, value in given.items() if name in fields}
-    )
     ids, mask = rows()
     routes = drawn_routes(spec) if brings else []
     alike = sorted(range(len(ids)), key=lambda row: ids[row, :PROMPT].tolist())
@@ -174,11 +189,9 @@ def model_of(name: str, layout: Any) -> tuple[Any, Any]:
 
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
-    from nemo_rl.models.megatron import router_replay, train
+    from nemo_rl.models.megatron import train
 
-    router_replay._MISSING_ROUTE_SENTINEL = -1  # of nemo_rl.models.generation, which is a stand-in
-    if not hasattr(sys.modules[NEWER], "__file__"):
-        sys.modules[NEWER] = None  # type: ignore[assignment]  # not there, as before the stand-in
+    prepare()
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     (spec, chunk), fused = model_of(name, layout), {"use_fused_linear_logprobs": "fused" in name}
@@ -215,7 +228,5 @@ def steps(name: str) -> list[Step]:
 
 if __name__ == "__main__":
     run_on_cpu()
-    names = ("models.megatron.setup", "models.policy", "models.generation", "utils.logger")
-    unused = [f"nemo_rl.{name}" for name in names]
-    worker.StandIns("megatron.bridge", "hydra", "ray", NEWER, *unused)
+    worker.StandIns(*UNUSED)
     worker.main(["nemo_rl.models.megatron.train"], steps)

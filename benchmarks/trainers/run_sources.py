@@ -63,6 +63,7 @@ class Trainer(NamedTuple):
 
 
 MTP = ("1-mtp", "tp2-sp-mtp", "pp2-mtp", "cp2-mtp", "pp2-mtp-recompute-auto", "dp2-across-mtp-auto")
+DEALT = ("dp2-whole", "dp2-whole-tokens", "dp2-whole-static", "dp2-pp2-whole")
 REPLAYS = ("1-replay-auto", "tp2-sp-replay-auto", "pp2-replay-auto")
 TRAINERS = {
     "verl, engine": Trainer(
@@ -105,6 +106,14 @@ TRAINERS = {
     ),
     "miles, model.py and its Megatron": Trainer(
         "miles_steps", ("miles", "Megatron-LM-miles", "verl"), MTP, "Megatron-LM-miles"
+    ),
+    "slime, whole groups": Trainer(
+        "dealing_steps", ("slime", "Megatron-LM"), ("dp3-whole", *DEALT)
+    ),
+    "miles, whole groups": Trainer("dealing_steps", ("miles", "Megatron-LM", "verl"), DEALT),
+    "NeMo-RL, whole groups": Trainer(
+        "nemo_dealing_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge/src"),
+        ("dp2-whole-tokens", "dp2-whole-sequences", "dp3-whole-tokens"),
     ),
     "RLinf, megatron_actor_worker": Trainer(
         "rlinf_steps", ("RLinf", "Megatron-LM", "verl"),

@@ -27,7 +27,9 @@ WORDS = {
     "critic": "critic", "sft": "SFT", "dpo": "DPO", "kto": "KTO", "rm": "rewards",
     "gkd": "distillation", "topk": "distillation", "full": "a reference model",
     "kl": "several calls a step", "sharded": "distributed optimizer", "hot": "a temperature",
-    "across": "prompts across ranks", "mtp": "multi-token prediction",
+    "across": "prompts across ranks", "mtp": "multi-token prediction", "whole": "whole groups",
+    "tokens": "means over tokens", "sequences": "means over sequences",
+    "static": "fixed microbatches",
 }  # fmt: skip
 """What a word in a layout's name means, beside its ranks and its mode."""
 EXPERTS = {"r2", "r3", "replay"}

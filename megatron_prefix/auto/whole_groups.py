@@ -1,6 +1,6 @@
-"""[pure] Importing this module lets verl deal whole groups to data-parallel ranks.
+"""[pure] Importing this module lets trainers deal whole groups to data-parallel ranks.
 
-For `VERL_USE_EXTERNAL_MODULES`. Without it verl deals as ever.
+For verl's `VERL_USE_EXTERNAL_MODULES`, and a line in others. Without it they deal as ever.
 """
 
 from __future__ import annotations

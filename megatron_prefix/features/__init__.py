@@ -281,7 +281,7 @@ PLAN_FILE = f"{_FOLDER}plan_files.plan_file:PlanFile"
 """The plan that `PrefixConfig.plan_file` names, which a planner takes instead of making one."""
 CHUNK_LENGTHS = f"{_FOLDER}chunk_lengths.chooser:ChunkChooser"
 """What chooses lengths of chunks for a planner, if `PrefixConfig.chunk_tokens` is "auto"."""
-DEALING = f"{_FOLDER}dealing.verl:deal_after_import"
+DEALING = f"{_FOLDER}dealing.hooks:deal_after_import"
 """For no step: what importing `megatron_prefix.auto.whole_groups` calls."""
 
 

@@ -93,7 +93,7 @@ SLIME = Trainer(
     tried=("624b824a8",),
     on="`--custom-megatron-init-path megatron_prefix.auto.init`",
     loss="the `loss_mask` of the model call",
-    together="`--micro-batch-size` of a whole group, and no `--use-dynamic-batch-size`",
+    together="`import megatron_prefix.auto.whole_groups` in `slime/utils/dp_schedule.py`",
     refused=(ALLGATHER_CP,),
     passes_together=True,  # forward_only calls once for every update that follows
 )
@@ -106,7 +106,7 @@ MILES = Trainer(
     tried=("31f1ca961",),
     on=SLIME.on,
     loss=SLIME.loss,
-    together=SLIME.together,
+    together=SLIME.together.replace("slime/", "miles/"),
     refused=(MULTI_LORA,),
     passes_together=True,  # forward_only, once for every update; its lengths are of all ranks
     refusal=lambda: MULTI_LORA if getattr(arguments(), "multi_lora", False) else None,
@@ -120,8 +120,8 @@ NEMO_RL = Trainer(
     on="`import megatron_prefix.auto.on_import` in `nemo_rl/models/megatron/train.py`",
     loss="those whose next token `token_mask` has, and each sample's last one, in updates; every"
     " position in passes for log-probs, and where tokens of microbatch and model call differ",
-    together="no sequence packing, no dynamic batching, and a number of prompts that data-parallel"
-    " ranks divide",
+    together="with sequence packing, `import megatron_prefix.auto.whole_groups` in"
+    " `nemo_rl/distributed/batched_data_dict.py`",
     refused=(MULTIMODAL,),
     samples=_nemo_samples,
     masks_tokens=True,  # for multi-token prediction alone: `token_mask`

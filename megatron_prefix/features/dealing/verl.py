@@ -12,11 +12,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_prefix.auto.after_import import AfterImport
 from megatron_prefix.errors import UserError
-from megatron_prefix.features.dealing.deal import DealtCosts, cost_of_length, deal
+from megatron_prefix.features.dealing.deal import DealtCosts
+from megatron_prefix.features.dealing.rollouts import Rollouts
 
 PLACES = {
     "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",
@@ -25,28 +25,6 @@ PLACES = {
 """Modules, and in each the class whose `_balance_batch` is replaced; the second is verl's default
 (`trainer.use_v1`)."""
 NAME, PARAMETERS = "_balance_batch", "self, batch, metrics, logging_prefix, keep_minibatch"
-QUADRATIC = 1 / 24576
-"""As verl's `calculate_workload` has it, for a model of 7B parameters."""
-
-
-class Rollouts(NamedTuple):
-    """The rollouts of a batch.
-
-    Attributes:
-        groups: whose prompt each has (`uid`).
-        lengths: of each, in tokens.
-        prompts: of each, in tokens.
-    """
-
-    groups: list[str]
-    lengths: list[int]
-    prompts: list[int]
-
-
-def deal_after_import() -> None:
-    """Lets verl's trainers deal whole groups, as soon as their modules are imported."""
-    for module in PLACES:
-        AfterImport(module, deal_whole_groups).begin()
 
 
 def deal_whole_groups(module: ModuleType) -> None:
@@ -101,15 +79,10 @@ def dealt(rollouts: Rollouts, num_ranks: int, num_mini_batches: int) -> list[lis
         num_ranks: data-parallel.
         num_mini_batches: of a rank.
     """
-    groups = rollouts.groups
-    costs = [cost_of_length(length, QUADRATIC) for length in rollouts.lengths]
-    shared = [cost_of_length(length, QUADRATIC) for length in rollouts.prompts]
-    dealt_costs = DealtCosts.of(groups, costs, shared)
+    dealt_costs = rollouts.dealt_costs
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    for share in deal(groups, costs, shared, num_mini_batches, equal=True):
-        names = [groups[number] for number in share]
-        local_only, common = ([column[number] for number in share] for column in (costs, shared))
-        places = deal(names, local_only, common, num_ranks, equal=True)
+    for share in rollouts.dealt(num_mini_batches, equal=True):
+        places = rollouts.chosen(share).dealt(num_ranks, equal=True)
         parts = [[share[place] for place in part] for part in places]
         parts.sort(key=dealt_costs.load, reverse=True)
         # Passes for log-probs run all mini-batches at once: the heaviest part goes to the rank that

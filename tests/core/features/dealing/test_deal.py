@@ -271,7 +271,7 @@ assert not {{"torch", "megatron", "verl"}} & sys.modules.keys()
 for name, owner in {PLACES!r}.items():
     function = getattr(importlib.import_module(name), owner)._balance_batch
     assert function.__wrapped__.__module__ == name
-assert not any(type(one).__name__ == "AfterImport" for one in sys.meta_path)
+assert not {{*{PLACES!r}}} & {{getattr(finder, "_name", "") for finder in sys.meta_path}}
 """
     paths = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
     done = subprocess.run(

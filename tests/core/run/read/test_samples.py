@@ -174,11 +174,12 @@ def test_stages_may_have_different_numbers_of_routers(monkeypatch):
 def test_what_was_told_before_the_step_is_no_microbatchs():
     """One tensor for all of them: it was set once, perhaps for the step before."""
     several = [Told(FORWARD, rows(4, (0,))[:, 0], source=source) for source in (1, 2)]
-    routes._check_routes(several, ahead=False)
+    check = routes._check_routes
+    check(several, ahead=False)
     with pytest.raises(CannotShare, match=r"REPLAY_FORWARD, .* before the model call"):
-        routes._check_routes([several[0]] * 2, ahead=False)
+        check([several[0]] * 2, ahead=False)
     with pytest.raises(CannotShare, match="REPLAY_FORWARD"):
-        routes._check_routes([several[0], several[1]._replace(routes=None)], ahead=False)
+        check([several[0], several[1]._replace(routes=None)], ahead=False)
 
 
 @pytest.mark.parametrize("recording", [1, 2])
