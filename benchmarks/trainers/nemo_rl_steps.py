@@ -127,6 +127,12 @@ def _valued(model: Any) -> None:
     heads.create_value_head_hook(config.hidden_size, config.sequence_parallel)([model])
 
 
+def without_newer() -> None:
+    """Takes the stand-in for a newer module away, once it was imported."""
+    if not hasattr(sys.modules[NEWER], "__file__"):
+        sys.modules[NEWER] = None  # type: ignore[assignment]
+
+
 def loss_of(name: str, config: dict[str, Any], num: int, fused: dict[str, bool]) -> Any:
     """The update's post-processor."""
     from nemo_rl.algorithms.loss import NLLLossFn
@@ -177,8 +183,7 @@ def steps(name: str) -> list[Step]:
     from nemo_rl.models.megatron import router_replay, train
 
     router_replay._MISSING_ROUTE_SENTINEL = -1  # of nemo_rl.models.generation, which is a stand-in
-    if not hasattr(sys.modules[NEWER], "__file__"):
-        sys.modules[NEWER] = None  # type: ignore[assignment]  # not there, as before the stand-in
+    without_newer()
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     (spec, chunk), fused = model_of(name, layout), {"use_fused_linear_logprobs": "fused" in name}

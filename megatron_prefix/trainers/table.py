@@ -18,7 +18,6 @@ from megatron_prefix.refusals.table import (
     LEGACY_MODELS,
     LORA_DROPOUT,
     MULTI_LORA,
-    MULTIMODAL,
     OWN_CP_LOOP,
     PACKED_BINS_CP,
     RESET_MASK,
@@ -122,10 +121,8 @@ NEMO_RL = Trainer(
     " position in passes for log-probs, and where tokens of microbatch and model call differ",
     together="no sequence packing, no dynamic batching, and a number of prompts that data-parallel"
     " ranks divide",
-    refused=(MULTIMODAL,),
     samples=_nemo_samples,
     masks_tokens=True,  # for multi-token prediction alone: `token_mask`
-    images=MULTIMODAL,
 )
 
 MS_SWIFT = Trainer(
