@@ -63,7 +63,7 @@ def test_masks_are_laid_out_as_the_call_is():
         assert mine is not None and mine.int().tolist() == flags[rank]
 
 
-def test_masks_are_heeded_where_a_call_has_embeddings_instead_of_tokens():
+def test_masks_are_heeded_where_a_call_has_no_tokens():
     rows = heeded(None, (6, 6))
     assert rows is not None and rows.int().tolist() == [*FLAGS[0], *FLAGS[1], 0, 0]
     second = heeded(None, (8, 4), 1, 2)
