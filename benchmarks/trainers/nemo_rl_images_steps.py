@@ -26,6 +26,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from benchmarks.trainers import te_core, vision_models, vision_sources  # noqa: E402
 from benchmarks.trainers.nemo_rl_steps import NEWER, loss_of, without_newer  # noqa: E402
 from megatron_prefix.lab import runtime  # noqa: E402
+from megatron_prefix.lab.models.build import unwrap  # noqa: E402
 from megatron_prefix.trainers.table import NEMO_RL  # noqa: E402
 from tests.core.trainers import worker  # noqa: E402
 from tests.core.trainers.both import Both, Step, config_of  # noqa: E402
@@ -33,7 +34,7 @@ from tests.core.trainers.megatron_lm_steps import run_on_cpu  # noqa: E402
 from tests.harness import vision  # noqa: E402
 
 QWEN3 = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
-SAMPLES, ROWS = 12, 4
+SAMPLES, ROWS, START = 12, 4, vision.IMAGE - 1
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32}
 UNUSED = (
     "megatron.bridge.models.model_provider", "megatron.bridge.training.config",
@@ -58,6 +59,7 @@ def model_of(name: str, layout: Any) -> Any:
         freeze="frozen" in name, **options,
     )  # fmt: skip
     te_core.put_into(chunk)
+    unwrap(chunk).vision_start_token_id = START
     return chunk
 
 
@@ -69,6 +71,16 @@ def _attending(make: Any, name: str, config: Any, spec: Any, **options: Any) -> 
     config.apply_rotary_pos_emb_in_fp32 = False
     spec = vision_sources.attending(spec, f"{QWEN3}.attention.Qwen3VLSelfAttention")
     return make(name, config, spec, **options)
+
+
+def samples(num: int, images: bool) -> list[Any]:
+    """Those of the harness; a token says that an image begins, and else is nowhere."""
+    found = vision.samples(3, num, images=images)
+    for tokens, _, _ in found:
+        tokens[tokens == START] = 0
+        begins = (tokens[1:] == vision.IMAGE) & (tokens[:-1] != vision.IMAGE)
+        tokens[:-1][begins] = START
+    return found
 
 
 def batch_of(members: list[Any], width: int) -> Any:
@@ -106,7 +118,7 @@ def batches(name: str, layout: Any, config: Any, rows: int) -> list[Any]:
         **{field: value for field, value in given.items() if field in known}
     )
     place, parts = parallel_state.get_data_parallel_rank(), layout.dp
-    rollouts = vision.samples(3, SAMPLES * parts, images="text" not in name)[place::parts]
+    rollouts = samples(SAMPLES * parts, "text" not in name)[place::parts]
     multiple = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     longest = max(len(tokens) for tokens, _, _ in rollouts)
     width = -(-longest // multiple) * multiple
