@@ -175,7 +175,7 @@ def test_linters_agree(tool):
 # Names --------------------------------------------------------------------------------------------
 
 
-MOST = 47
+MOST = 45
 """Uses of private names of the package that are left. Lower it with every one that goes."""
 FOREIGN = {"_actions", "_axis", "_modules", "_ssm_training"}
 """Of argparse, torch, Megatron and ModelOpt; the package has names that read the same."""
