@@ -63,8 +63,7 @@ def prepare() -> None:
     from nemo_rl.models.megatron import router_replay
 
     router_replay._MISSING_ROUTE_SENTINEL = -1  # of nemo_rl.models.generation, which is a stand-in
-    if not hasattr(sys.modules[NEWER], "__file__"):
-        sys.modules[NEWER] = None  # type: ignore[assignment]  # not there, as before the stand-in
+    without_newer()
     BatchedDataDict.to = lambda self, device: self
     fields = {field.name for field in dataclasses.fields(PackedSeqParams)}  # newer ones have more
     nemo_data.PackedSeqParams = lambda **given: PackedSeqParams(
@@ -140,6 +139,12 @@ def _valued(model: Any) -> None:
     spec.loader.exec_module(heads)
     config = model.config
     heads.create_value_head_hook(config.hidden_size, config.sequence_parallel)([model])
+
+
+def without_newer() -> None:
+    """Takes the stand-in for a newer module away, once it was imported."""
+    if not hasattr(sys.modules[NEWER], "__file__"):
+        sys.modules[NEWER] = None  # type: ignore[assignment]
 
 
 def loss_of(name: str, config: dict[str, Any], num: int, fused: dict[str, bool]) -> Any:

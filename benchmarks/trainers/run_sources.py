@@ -3,7 +3,7 @@
     python -m benchmarks.trainers.run_sources [--verify] FOLDER [TRAINER[:WORD]...]
 
 FOLDER holds one folder a trainer: Megatron-LM, slime, miles, RLinf, AReaL, ROLL, RL (NeMo-RL),
-ms-swift, SkyRL, Megatron-Bridge, of which NeMo-RL takes the head of its value model, and verl (an
+ms-swift, SkyRL, Megatron-Bridge (of it NeMo-RL takes heads and models of images), and verl (an
 installation with `pip install --target`, which test_verl.py makes: other trainers take packages
 from it, too), each a checkout, or an export with the commit in a file COMMIT; and megatron-core, an
 installation of 0.19 for SkyRL and Megatron-Bridge. Nothing is fetched. Every layout runs in a
@@ -64,6 +64,16 @@ class Trainer(NamedTuple):
 
 MTP = ("1-mtp", "tp2-sp-mtp", "pp2-mtp", "cp2-mtp", "pp2-mtp-recompute-auto", "dp2-across-mtp-auto")
 DEALT = ("dp2-whole", "dp2-whole-tokens", "dp2-whole-static", "dp2-pp2-whole")
+IMAGES = (
+    "1-qwen2-auto", "tp2-sp-qwen2", "pp2-qwen2", "1-qwen2-packed", "1-frozen-qwen2",
+    "1-qwen3-packed", "cp2-qwen3-packed", "tp2-sp-cp2-qwen3-packed",
+    "1-qwen35-auto", "tp2-sp-qwen35", "pp2-qwen35", "dp2-across-qwen35-auto", "1-frozen-qwen35",
+)  # fmt: skip
+IMAGES_PACKED = (
+    "1-qwen35-packed", "tp2-sp-qwen35-packed", "pp2-qwen35-packed", "cp2-qwen35-packed",
+    "cp2-qwen35-packed-text",
+)  # fmt: skip
+"""GatedDeltaNet takes packs by a newer megatron-core."""
 REPLAYS = ("1-replay-auto", "tp2-sp-replay-auto", "pp2-replay-auto")
 TRAINERS = {
     "verl, engine": Trainer(
@@ -157,6 +167,13 @@ TRAINERS = {
          "1-unpacked-mtp-auto"),
         "megatron-core",
     ),
+    "NeMo-RL, images": Trainer(
+        "nemo_rl_images_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge"), IMAGES
+    ),
+    "NeMo-RL, images by 0.19": Trainer(
+        "nemo_rl_images_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge"), IMAGES_PACKED,
+        "megatron-core",
+    ),
     "ms-swift, trainers": Trainer(
         "swift_steps", ("ms-swift",),
         ("1-dpo", "tp2-dpo", "1-dpo-full", "1-dpo-auto", "pp2-dpo-auto", "pp2-dpo-full-auto",
@@ -195,7 +212,7 @@ def module_of(trainer: Trainer) -> str:
 def run(trainer: Trainer, sources: Path, layout: str) -> str:
     """What the table says of one layout: figures, or why there are none."""
     folders = os.pathsep.join(str(sources / name) for name in trainer.folders)
-    environ = dict(os.environ)
+    environ = dict(os.environ, TRAINER_SOURCES=str(sources))
     if trainer.core:
         given = [str(sources / trainer.core), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, given))

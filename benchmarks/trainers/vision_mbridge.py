@@ -14,20 +14,14 @@ from unittest import mock
 
 import torch
 
-from benchmarks.trainers.vision_sources import function, named, tower_config, typed
-
-
-def _attending(spec: Any, attention: str) -> Any:
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.module = named(attention)
-    return spec
+from benchmarks.trainers.vision_sources import attending, function, named, tower_config, typed
 
 
 def qwen3(name: str, config: Any, spec: Any, **options: Any) -> Any:
     from tests.harness.vision import VisionLanguage
 
     config.apply_rotary_pos_emb_in_fp32 = False
-    spec = _attending(spec, "mbridge.models.qwen3_vl.attention.Qwen3VLSelfAttention")
+    spec = attending(spec, "mbridge.models.qwen3_vl.attention.Qwen3VLSelfAttention")
     inside = named("mbridge.models.qwen3_vl.gpt_model.Qwen3VLGPTModel")
     return VisionLanguage(name, config, spec, inside, **options)
 
@@ -37,7 +31,7 @@ def qwen2_5(name: str, config: Any, spec: Any, **options: Any) -> Any:
     from tests.harness.vision import VisionLanguage
 
     path = "mbridge.models.qwen2_5_vl"
-    spec = _attending(spec, f"{path}.attention.Qwen2_5VLSelfAttention")
+    spec = attending(spec, f"{path}.attention.Qwen2_5VLSelfAttention")
     model = VisionLanguage(name, config, spec, **options)
     rotary, forward = model.language_model.rotary_pos_emb, model.forward
     of_rows, of_packs = rotary.forward, named(f"{path}.rope_utils.mrope_forward_thd_cp")

@@ -39,6 +39,8 @@ class Model(NamedTuple):
     shares: bool = False
 
 
+BY_WORD = {"qwen2": "Qwen2.5-VL", "qwen3": "Qwen3-VL", "qwen35": "Qwen3.5"}
+"""Megatron-Bridge's models, by the words for them in layouts' names of run_sources.py."""
 PLAIN = "Megatron-Bridge, Qwen2.5-VL"
 MODELS = {
     "Megatron-Bridge, Qwen3-VL": Model(

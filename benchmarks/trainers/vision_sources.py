@@ -56,8 +56,19 @@ def load() -> None:
                 made = types.ModuleType(f"{package}.{name}".rstrip("."))
                 made.__path__ = [str(path)]
                 sys.modules[made.__name__] = made
+    if (SOURCES / PACKAGES["mcore_bridge"]).is_dir():
+        _around_mcore_bridge()
     bridge = "megatron.bridge"
     stand_in(f"{bridge}.models.gpt_provider", GPTModelProvider=object)
+    marking = "hook_hf_module_setattr_for_tp_grad_sync"
+    stand_in(
+        f"{bridge}.utils.common_utils",
+        **{marking: function("megatron.bridge", "utils/common_utils", marking)},
+    )
+
+
+def _around_mcore_bridge() -> None:
+    """What ms-swift's package imports of itself."""
     stand_in("mcore_bridge.bridge", MultimodalGPTBridge=None)
     stand_in("mcore_bridge.config", ModelConfig=object)
     cut = function("mcore_bridge", "utils/megatron_utils", "split_cp_inputs")
@@ -67,11 +78,6 @@ def load() -> None:
     )  # fmt: skip
     registers = {"ModelMeta": lambda *_, **__: None, "register_model": lambda _: None}
     stand_in("mcore_bridge.model.register", ModelLoader=object, **registers)
-    marking = "hook_hf_module_setattr_for_tp_grad_sync"
-    stand_in(
-        f"{bridge}.utils.common_utils",
-        **{marking: function("megatron.bridge", "utils/common_utils", marking)},
-    )
 
 
 def stand_in(name: str, **members: Any) -> None:
@@ -98,6 +104,16 @@ def named(name: str) -> Any:
     load()
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
+
+
+def attending(spec: Any, attention: str) -> Any:
+    """The spec of a block whose layers with attention have that of this name."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    for layer in spec.layer_specs:
+        if layer.submodules.self_attention.module is SelfAttention:
+            layer.submodules.self_attention.module = named(attention)
+    return spec
 
 
 def tower_config(config: Any, **more: Any) -> Any:

@@ -29,7 +29,9 @@ WORDS = {
     "kl": "several calls a step", "sharded": "distributed optimizer", "hot": "a temperature",
     "across": "prompts across ranks", "mtp": "multi-token prediction", "whole": "whole groups",
     "tokens": "means over tokens", "sequences": "means over sequences",
-    "static": "fixed microbatches",
+    "static": "fixed microbatches", "packed": "packed rows",
+    "frozen": "a frozen tower", "text": "text without images",
+    **vision_models.BY_WORD,
 }  # fmt: skip
 """What a word in a layout's name means, beside its ranks and its mode."""
 EXPERTS = {"r2", "r3", "replay"}
@@ -60,6 +62,8 @@ def models_of(trainer: Trainer) -> Iterator[str]:
         yield "experts"
     if trainer.name in {one for one, _, _ in test_own_delta.MODULES.values()}:
         yield "its GatedDeltaNet"
+    models = (vision_models.BY_WORD.get(word) for one in layouts for word in parts(one)[1])
+    yield from dict.fromkeys(filter(None, models))
     for name in vision_models.MODELS:
         package, _, model = name.partition(", ")
         if BUILT_BY.get(package, package) == trainer.name:

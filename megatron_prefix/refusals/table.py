@@ -314,7 +314,6 @@ BRIDGE_TEACHER = Refusal("a teacher beside the model (distill)", "Megatron-Bridg
 DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "turn it off: it passes a padding_mask")
 ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "leave it out; models with sparse attention, for which slime sets it, run without context parallelism")
 MULTI_LORA = Refusal("--multi-lora-n-adapters", "miles", NOT_YET, "leave it out: its layers find each adapter's tokens by their places in a microbatch")
-MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "train on text: batches with images were not tested")
 LORA_DROPOUT = Refusal("--lora_dropout above 0, its default", "ms-swift", WRONG, _DROPS)
 SWIFT_METRICS = Refusal("several data-parallel ranks", "ms-swift", NOT_YET, "its losses average metrics over them in every microbatch: use tensor parallelism instead")
 SKYRL_ROWS = Refusal("no remove_microbatch_padding, with pipeline stages", "SkyRL", NOT_YET, "set trainer.remove_microbatch_padding: the last stage's mask fits no tokens of its call")

@@ -18,7 +18,6 @@ from megatron_prefix.refusals.table import (
     LEGACY_MODELS,
     LORA_DROPOUT,
     MULTI_LORA,
-    MULTIMODAL,
     OWN_CP_LOOP,
     PACKED_BINS_CP,
     RESET_MASK,
@@ -122,10 +121,8 @@ NEMO_RL = Trainer(
     " position in passes for log-probs, and where tokens of microbatch and model call differ",
     together="with sequence packing, `import megatron_prefix.auto.whole_groups` in"
     " `nemo_rl/distributed/batched_data_dict.py`",
-    refused=(MULTIMODAL,),
     samples=_nemo_samples,
     masks_tokens=True,  # for multi-token prediction alone: `token_mask`
-    images=MULTIMODAL,
 )
 
 MS_SWIFT = Trainer(

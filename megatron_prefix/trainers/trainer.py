@@ -47,7 +47,6 @@ class Trainer:
             versions that were tried reads, though its code has them for something else; read in
             its sources.
         is_used: whether it runs where `module` is imported.
-        images: why its vision-language models are refused; None if they are not.
         refusal: why this process, as it is set up, cannot be right; None if nothing is wrong. The
             model and its calls are looked at elsewhere (megatron/features.py, run/calls.py).
     """
@@ -64,7 +63,6 @@ class Trainer:
     passes_together: bool = False
     masks_tokens: bool = False
     losses_set: frozenset[str] = frozenset()
-    images: Refusal | None = None
     is_used: Callable[[], bool] = lambda: True
     refusal: Callable[[], Refusal | None] = lambda: None
 

@@ -9,7 +9,8 @@ these have a forward of their own, since that is how models are told.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -331,6 +332,7 @@ def build(
     num_layers: int | None = None,
     make: Callable[..., Any] | None = None,
     spec: str = "tiny-qwen3",
+    fields: Mapping[str, Any] = MappingProxyType({}),
     **overrides: Any,
 ) -> list[Any]:
     """This rank's chunk of a model in fp64, in Megatron's DistributedDataParallel.
@@ -343,6 +345,7 @@ def build(
         make: another class's constructor, called as that of `VisionLanguage`.
         spec: name of the language model's; of `hybrid.GDN` every second layer is a GatedDeltaNet,
             and attention has gates, as in Qwen3.5.
+        fields: of the spec, besides its layers.
         overrides: of the config, of `DDP`, and `tied`: embedding and output layer are one.
     """
     depth = KINDS[name].depth
@@ -350,8 +353,8 @@ def build(
     recurrent = spec == hybrid.GDN
     if recurrent:
         cpu.load_recurrent_layers()
-    fields = hybrid.gated_delta(num_layers) if recurrent else {"num_layers": num_layers}
-    inner = resolve(spec, **fields).with_vocab(VOCAB)
+    layers = hybrid.gated_delta(num_layers) if recurrent else {"num_layers": num_layers}
+    inner = resolve(spec, **layers, **fields).with_vocab(VOCAB)
     half = int(inner.kv_channels * inner.rotary_percent) // 2
     sections = {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     ddp = {name: overrides.pop(name) for name in DDP if name in overrides}

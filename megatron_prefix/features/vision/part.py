@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megatron_prefix import trainers
 from megatron_prefix.device.transfer import to_device
-from megatron_prefix.errors import Reason, refused
+from megatron_prefix.errors import refused
 from megatron_prefix.features.vision import models
 from megatron_prefix.features.vision.chunk_rows import ChunkRows, chunk_rows
 from megatron_prefix.features.vision.tower import TowerOnce
@@ -37,12 +36,6 @@ class Images(StepPart):
         self._rows: list[ChunkRows | None] = [None for _ in rank.models]
         self._towers: list[TowerOnce] = []
         self._is_received: list[bool] = []
-
-    def refusals(self) -> Iterator[Reason]:
-        """See StepPart: what the trainer does with images."""
-        trainer = trainers.running_trainer() if self.runs_outside else None
-        if trainer is not None and trainer.images is not None:
-            yield trainer.images.given()
 
     @property
     def counts_calls(self) -> bool:  # type: ignore[override]

@@ -222,14 +222,14 @@ def trained_positions(
     rank: int,
     size: int,
 ) -> list[Tensor | None]:
-    """Which positions of each call carry loss, bool like its input_ids; None for all of them where
-    one is not known.  The host waits for the device.
+    """Which of a rank's positions of each call carry loss, bool [positions of all samples]; None
+    for all of them where one is not known.  The host waits for the device.
 
     Some trainers keep the mask for their loss in what the forward step draws from its data
     iterator; where it is, megatron_prefix/trainers/table.py says.  It is used only where the tokens
-    there are those of the model call, position by position: else, and in passes without gradients,
-    all positions count.  A loss that looks at others is an error at the step's end
-    (`Losses.problem`).
+    there are those of the model call, if it has any, position by position: else, and in passes
+    without gradients, all positions count.  A loss that looks at others is an error at the step's
+    end (`Losses.problem`).
     """
     pairs = zip(calls, layouts, strict=True)
     masks = [_trained_in(call, layout, samples, rank, size) for call, layout in pairs]
@@ -244,18 +244,20 @@ def _trained_in(
 ) -> Tensor | None:
     tokens, lengths = call["input_ids"], layout.lengths
     pairs = None if call.drawn is None else samples(call.drawn)
-    if pairs is None or tokens is None or tokens.is_nested or len(pairs) > len(lengths):
+    is_nested = tokens is not None and tokens.is_nested
+    if not pairs or is_nested or len(pairs) > len(lengths):
         return None
-    ids, flags, is_known = tokens.new_zeros(3, sum(lengths))
+    ids, flags, is_known = pairs[0][0].new_zeros(3, sum(lengths))
     starts = np.cumsum([0, *lengths]).tolist()
     for (own, trained), start, room in zip(pairs, starts, lengths, strict=False):
         if own.dim() != 1 or trained.shape != own.shape or len(own) > room:
             return None
         places = slice(start, start + len(own))
         ids[places], flags[places], is_known[places] = own, trained, 1
-    local = torch.from_numpy(layout.held(rank, size)).to(tokens.device)
-    same = (tokens.reshape(-1) == ids[local]) | (is_known[local] == 0)
-    return (flags[local] != 0).view_as(tokens) if bool(same.all()) else None
+    local = torch.from_numpy(layout.held(rank, size)).to(ids.device)
+    if tokens is not None and not (ids[local] == tokens.reshape(-1))[is_known[local] != 0].all():
+        return None
+    return flags[local] != 0
 
 
 def _counted(ids: Tensor | None, cp_size: int) -> Tensor | None:

@@ -4,9 +4,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_prefix import features, trainers
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.features.vision import models
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.install import uninstall
 from megatron_prefix.refusals import table
@@ -32,25 +30,6 @@ def test_hooks_on_gradients_are_refused_in_any_step():
     handle.remove()
     run(schedule, model)
     uninstall(model)
-
-
-@pytest.mark.parametrize("name", ["NeMo-RL", "verl"])
-def test_a_trainers_vision_language_models(name, monkeypatch):
-    """NeMo-RL's are refused by name, as none was tried in it; its other models are not."""
-    trainer = next(one for one in trainers.TRAINERS if one.name == name)
-    monkeypatch.setattr(trainers, "running_trainer", lambda: trainer)
-    model, shares = small_model(), []
-    for has_images in (False, True):
-        for module, asked in ((models, "has_images"), (features, "is_of_images")):
-            monkeypatch.setattr(module, asked, lambda *_, has_images=has_images: has_images)
-        ours = schedule_with(mode="auto", min_speedup=0.01)
-        run(ours, model)
-        assert ours.report is not None
-        shares.append(ours.report.decision.share)
-    refused = trainer.images is not None
-    assert shares == [True, not refused] and refused == (name == "NeMo-RL")
-    decision = ours.report.decision
-    assert (decision.fallback and decision.reason.endswith(table.MULTIMODAL.fix)) == refused
 
 
 # Random numbers that a model draws inside its call, and what may move a generator -----------------

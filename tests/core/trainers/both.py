@@ -39,7 +39,7 @@ class Step:
     Attributes:
         kind: "update", or "forward" for a pass without gradients.
         executed: tokens that ran through the model; of `raw`, what the stock schedule runs.
-        limit: what the numerics policy allows the differences, in fp32.
+        limit: what the numerics policy allows the differences.
         gradient: largest difference of a gradient, relative to the largest element of its
             parameter, or to a hundredth of the largest of all where that is more.
         results: largest difference of what the schedule returned, likewise.
@@ -109,6 +109,7 @@ class Both:
         state: what holds more of the trainer's than the model does, such as routes in a queue:
             lists, or objects, whose attributes are the same before every run.
         left: what losses have left behind after a run, compared as its results are.
+        dtype: in which trainers compute.
         leaves_alike: whether, after updates too, both schedules leave equally much in `state`; they
             do where all activations are recomputed, and in passes without gradients.
         steps: what was seen of every step.
@@ -121,6 +122,7 @@ class Both:
     swapped: Callable[..., Any] | None = None
     state: Callable[[], list[Any]] = list
     left: Callable[[], Any] = tuple
+    dtype: torch.dtype = torch.float32
     leaves_alike: bool = False
     steps: list[Step] = field(default_factory=list)
 
@@ -175,7 +177,7 @@ class Both:
                 Step(
                     "forward" if forward_only else "update",
                     forest.executed_tokens, forest.raw_tokens,
-                    tolerance(torch.float32, max(forest.raw_tokens, 1)),
+                    tolerance(self.dtype, max(forest.raw_tokens, 1)),
                     0.0 if forward_only else furthest(one.gradients, stock.gradients),
                     furthest(*(flat(run.results[: 2 if is_single else 1]) for run in (one, stock))),
                     sum(segment.num_read for segment in forest.segments),

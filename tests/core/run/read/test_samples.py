@@ -37,8 +37,9 @@ def nemo(**changes):
 
 
 def heeded(tokens, lengths, rank=0, size=1, **changes):
-    call = ModelCall(0, {"input_ids": torch.tensor(tokens)}, drawn=nemo(**changes))
-    layout = CallLayout(lengths, len(tokens) == 1)
+    given = {} if tokens is None else {"input_ids": torch.tensor(tokens)}
+    call = ModelCall(0, given, drawn=nemo(**changes))
+    layout = CallLayout(lengths, tokens is not None and len(tokens) == 1)
     (found,) = trained_positions([call], [layout], NEMO_RL.samples, rank, size)
     return found
 
@@ -51,15 +52,24 @@ def test_trained_positions_predict_a_masked_token_or_are_last():
 
 def test_masks_are_laid_out_as_the_call_is():
     rows = heeded(IDS.tolist(), (6, 6))
-    assert rows is not None and rows.int().tolist() == [FLAGS[0], [*FLAGS[1], 0, 0]]
+    assert rows is not None and rows.int().tolist() == [*FLAGS[0], *FLAGS[1], 0, 0]
     packed = heeded([[1, 2, 3, 4, 5, 6, 0, 0, 7, 8, 9, 1, 0, 0, 0]], (8, 4, 3))
     assert packed is not None
-    assert packed.int().tolist() == [[*FLAGS[0], 0, 0, *FLAGS[1], 0, 0, 0]]
+    assert packed.int().tolist() == [*FLAGS[0], 0, 0, *FLAGS[1], 0, 0, 0]
     slices = [[1, 2, 0, 0, 7, 1]], [[3, 4, 5, 6, 8, 9]]  # of the zig-zag, each sample by itself
-    flags = [[[0, 0, 0, 0, 0, 1]], [[1, 1, 1, 1, 1, 1]]]
+    flags = [[0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1]]
     for rank, tokens in enumerate(slices):
         mine = heeded(tokens, (8, 4), rank, 2)
         assert mine is not None and mine.int().tolist() == flags[rank]
+
+
+def test_masks_are_heeded_where_a_call_has_no_tokens():
+    rows = heeded(None, (6, 6))
+    assert rows is not None and rows.int().tolist() == [*FLAGS[0], *FLAGS[1], 0, 0]
+    second = heeded(None, (8, 4), 1, 2)
+    assert second is not None and second.all()
+    for lengths in ((10,), (5, 4)):  # other samples
+        assert heeded(None, lengths) is None
 
 
 @pytest.mark.parametrize(
