@@ -311,6 +311,12 @@ AROUND: tuple[FeatureAround, ...] = (
         lambda config, _: config.watchdog_minutes > 0 and config.mode != "off",
         needed=False,
     ),
+    FeatureAround(
+        "totals of the run",
+        f"{_FOLDER}totals.around:Totals",
+        lambda config, looks_first: looks_first and config.mode in ("auto", "on"),
+        needed=False,
+    ),
 )
 """From the innermost on."""
 

@@ -44,6 +44,7 @@ WORDS = {
     "recurrent": r"Recurrent|Mamba2|GatedDelta|gated_delta|LayerStates|_ssm_",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward", "verify": r"[Vv]erif|VERIF",
     "measure": r"[sS]topwatch|\b_?[mM]eters?\b|(Cost|Byte)Meter|Evidence|[oO]utlines",
+    "totals": r"\bTotals?\b|\bPASSES\b",
     "watchdog": r"[Ww]atchdog", "watch": r"FirstStep|first_step|CallGraph|groups_beyond|WATCHED",
 }  # fmt: skip
 """By feature what only it says: in a name, or in a string that is a value."""
@@ -63,15 +64,16 @@ STAYS = {
     "qat": {"layers/attention.py", "refusals/table.py"},
     "recurrent": {"refusals/table.py"},
     "replay": {"refusals/table.py", "run/read/model_walk.py"},
-    "verify": {"config.py", "refusals/table.py"},
-    "vision": {"refusals/table.py", "trainers/table.py", "trainers/trainer.py"},
+    "verify": {"auto/__init__.py", "config.py", "refusals/table.py"},
+    "vision": {"refusals/table.py"},
     "watchdog": {"config.py"},
     "windows": {"refusals/table.py"},
 }  # fmt: skip
 """Files of the core that name a feature all the same: refusals, options and what trainers can do
 have one place each, policies of segments are words of a plan that planning prices and predicts, a
 walk of a model passes by attributes that other files look at, all auxiliary losses get their scales
-in one place, and planning asks a model's options whether routers count tokens."""
+in one place, planning asks a model's options whether routers count tokens, and whoever runs a
+version of a trainer that was not tested is told what to set."""
 
 
 @functools.cache
@@ -174,7 +176,7 @@ assert more(watchdog_minutes=0, verify=2, mode="observe") == set()
 assert more() == {"watchdog"}
 assert more(verify=1) == {"watchdog", "verify"}
 assert more(looks_first=True, mode="off") == {"watchdog", "verify"}
-assert more(looks_first=True) == {"watchdog", "verify", "watch"}
+assert more(looks_first=True) == {"watchdog", "verify", "watch", "totals"}
 """
 KINDS = {
     "dense-tree": "", "experts": "experts", "hybrid-delta": "recurrent", "latent": "mla",
