@@ -120,6 +120,8 @@ TRAINERS = {
     "slime, whole groups": Trainer(
         "dealing_steps", ("slime", "Megatron-LM"), ("dp3-whole", *DEALT)
     ),
+    # Gradients of its logits are bf16 (Megatron's fused_cross_entropy.py): with three ranks a third
+    # of them rounds otherwise, so the stock schedule's differ by 2.5e-3 from those of two ranks.
     "miles, whole groups": Trainer("dealing_steps", ("miles", "Megatron-LM", "verl"), DEALT),
     "NeMo-RL, whole groups": Trainer(
         "nemo_dealing_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge/src"),
