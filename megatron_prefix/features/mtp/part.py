@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -165,8 +165,12 @@ def _check_keyword(model: Any, calls: Sequence[ModelCall]) -> None:
     if all(call.keyword(KEYWORD) is None for call in calls):
         return
     for call in calls:
-        is_known = methods.has_keyword(model) and (call[KEYWORD] or {}).keys() <= {TOKENS}
-        if not is_known or further_tokens(call) is not call["input_ids"]:
+        given = call[KEYWORD] or {}
+        is_known = isinstance(given, Mapping) and given.keys() <= {TOKENS}
+        if (
+            not (is_known and methods.has_keyword(model))
+            or further_tokens(call) is not call["input_ids"]
+        ):
             raise refused(AHEAD_KEYWORD, KEYWORD)
         if call["labels"] is not None or call["loss_mask"] is None:
             raise refused(AHEAD_KEYWORD, KEYWORD)

@@ -11,7 +11,7 @@ labels and weights move by one before the first layer; no gradient leaves the la
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _VERL = "verl.models.mcore.mtp_patch"
@@ -28,7 +28,8 @@ def is_verls(method: Any) -> bool:
 
 def further_tokens(call: Any) -> Any:
     """What the keyword of a model call has; None: nothing is predicted further."""
-    return (call[KEYWORD] or {}).get(TOKENS)
+    given = call[KEYWORD]
+    return given.get(TOKENS) if isinstance(given, Mapping) else None
 
 
 def scales_microbatches(packings: Iterable[Any], config: Any) -> bool:

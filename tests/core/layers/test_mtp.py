@@ -198,11 +198,12 @@ def test_patches_of_slime_and_miles_that_do_otherwise():
     "change",
     [
         {"mtp_kwargs": {"mtp_labels": torch.zeros(1, 1)}},
+        {"mtp_kwargs": ["mtp_labels"]},
         {"more": {"mtp_depth": 2}},
         {"loss_mask": None},
         {"mtp_kwargs": None, "extra_block_kwargs": {"mtp_kwargs": {}}},
     ],
-    ids=["other tokens", "another key", "no mask", "for the decoder"],
+    ids=["other tokens", "no dict", "another key", "no mask", "for the decoder"],
 )
 def test_keywords_that_say_more_than_tokens(change):
     with keyword():
