@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_prefix.errors import NOT_YET, WRONG, Refusal
 
-_TRAINERS = """Megatron-LM Megatron-RL Megatron-Bridge verl slime miles NeMo-RL ms-swift SkyRL RLinf
+_TRAINERS = """Megatron-LM Megatron-RL Megatron-Bridge verl slime miles ms-swift SkyRL RLinf
 AReaL ROLL""".split()
 GROUPS = {
     "config": "options of Megatron's TransformerConfig",
