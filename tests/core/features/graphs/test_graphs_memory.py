@@ -35,15 +35,15 @@ class Held:
     """What is saved for backward, by its address."""
 
     def __init__(self, model):
-        self.resident = addresses(*model.parameters(), *model.buffers())
-        self.tensors = {}
+        self.model, self.tensors = model, {}
 
     def saving(self):
         return torch.autograd.graph.saved_tensors_hooks(self._take, lambda one: one)
 
     def _take(self, one):
         address = one.untyped_storage().data_ptr()
-        if address not in self.resident:
+        # Now: buffers may be replaced, and others then lie where they were.
+        if address not in addresses(*self.model.parameters(), *self.model.buffers()):
             self.tensors[address] = one.detach()
         return one
 
