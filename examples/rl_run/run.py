@@ -17,6 +17,7 @@ import json
 import math
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,6 +107,8 @@ def main() -> None:
     output = Path(args.output)
     try:
         check_folder_writable(args.output)
+        if "none" in args.runs and len(args.runs) > 1:
+            raise UserError("--runs none: leave the others out")
         if output.exists() and any(output.iterdir()):
             raise UserError(f"--output {output}: has files already; name another folder")
         train(output, replace(SCALES[args.device], **given), args)
@@ -122,9 +125,10 @@ def train(output: Path, scale: Scale, args: argparse.Namespace) -> None:
     options = ModelOptions(
         "tiny-llama", dtype=scale.dtype, device=args.device, overrides=tuple(shape.items())
     )
+    given = read(args.start_from) if args.start_from else None
     with options.joined(Layout()) as world:
         output.mkdir(parents=True, exist_ok=True)
-        taught = read(args.start_from) if args.start_from else demonstrated(scale, options, world)
+        taught = demonstrated(scale, options, world) if given is None else given
         np.savez(output / "demonstrated.npz", **taught)
         if args.runs == ["none"]:
             return
@@ -138,9 +142,12 @@ def train(output: Path, scale: Scale, args: argparse.Namespace) -> None:
 def read(path: str) -> dict[str, Any]:
     """Weights by name, float32, from a demonstrated.npz; without pickles."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return dict(file)
-    except (OSError, ValueError) as error:
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.lib.npyio.NpzFile):
+            with file:
+                return dict(file)
+        raise ValueError("holds one array: give a demonstrated.npz")
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"--start-from {path}: {error}") from None
 
 
@@ -232,6 +239,9 @@ def policy_updates(
     settings = settings_of(scale, scale.groups, scale.policy_rate, run, kl)
     begin = RolloutSet(tuple(task.demonstrations(n, 1) for n in range(scale.groups)))
     trainer = Trainer(settings, begin, options, options.spec(), world)
+    wanted = {name: tuple(weight.shape) for name, weight in trainer.weights().items()}
+    if wanted != {name: weight.shape for name, weight in weights.items()}:
+        raise UserError("--start-from: the weights are those of another model")
     trainer.start_from({name: torch.from_numpy(weight) for name, weight in weights.items()})
     draw = torch.Generator(world.device).manual_seed(1)
     for number in range(scale.updates):

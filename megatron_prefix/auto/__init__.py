@@ -112,6 +112,6 @@ def _tell(config: PrefixConfig, trainer: Trainer | None, refusal: Refusal | None
             __version__, named, version_of("megatron.core", "megatron-core"),
             torch.__version__, stock or described_config(config),
         )  # fmt: skip
-        is_new = trainer is not None and not (trainer.is_tried or stock or config.verify)
+        is_new = trainer is not None and trainer.is_new and not (stock or config.verify)
         if is_new and config.mode in ("auto", "on"):
-            logger.warning("%s: not tested; run with verify=2", named)
+            logger.warning("%s: other versions were not tested; run with verify=2", named)

@@ -73,10 +73,15 @@ class Trainer:
     def is_tried(self) -> bool:
         return version_of(self.module, self.package) in self.tried
 
+    @property
+    def is_new(self) -> bool:
+        """Whether its version is known, and none of those that were tried."""
+        return bool(version_of(self.module, self.package)) and not self.is_tried
+
     def described(self) -> str:
         """Name and version; if that version was never tried, the one that was."""
         version = version_of(self.module, self.package)
         named = f"{self.name} {version}" if version else self.name
-        if version in self.tried or not version:
+        if not self.is_new:
             return named
         return f"{named} ({f'tried: {self.tried[0]}' if self.tried else 'never tried'})"

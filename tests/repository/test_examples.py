@@ -144,6 +144,13 @@ def test_a_policy_trains_on_rollouts_of_its_own(tmp_path):
     script = REPOSITORY / "examples" / "rl_run" / "run.py"
     again = forked_module(script, "--output", str(tmp_path), cwd=REPOSITORY)
     assert again.returncode == 2 and "has files already" in again.stderr
+    for given, problem in (
+        (("--start-from", str(tmp_path / "updates.jsonl")), "--start-from"),
+        (("--runs", "none", "stock"), "leave the others out"),
+    ):
+        folder = tmp_path / "other"
+        failed = forked_module(script, "--output", str(folder), *given, cwd=REPOSITORY)
+        assert failed.returncode == 2 and problem in failed.stderr and not folder.exists()
 
 
 @pytest.fixture

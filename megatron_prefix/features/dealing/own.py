@@ -32,12 +32,15 @@ def wrapped(owner: Any, name: str, parameters: str, wrapper: Callable[..., Any])
 
 
 def or_own(trainer: str, deals: Callable[[], Result], own: Result) -> Result:
-    """What `deals` returns, or the trainer's own result where it raises OwnDealing."""
+    """What `deals` returns, or the trainer's own result where it raises an error: data of a form
+    that nobody has seen must not end a run."""
     try:
         return deals()
     except OwnDealing as error:
         stays(trainer, str(error))
-        return own
+    except Exception as error:  # noqa: BLE001 - whatever it is, the trainer can go on
+        stays(trainer, f"{type(error).__name__}: {error}")
+    return own
 
 
 @functools.cache

@@ -234,9 +234,10 @@ class Graphs(StepPart):
         none: a capture is no time of a step."""
         if counts.needs_room and choice.tokens:
             return choice.without_room()
-        if not (step.report.decision.share and step.predicted > 0):
+        work = flops(step.report.plan, self.rank.model.cost)
+        if not (step.report.decision.share and step.predicted > 0 and work > 0):
             return choice
-        ratio = step.seconds / flops(step.report.plan, self.rank.model.cost)
+        ratio = step.seconds / work
         may_try = step.is_settled and not self._why_not
         return choice.after(ratio, counts.waits, may_try=may_try, captured=counts.captured)
 

@@ -16,7 +16,8 @@ from megatron_prefix.run.report import Reports, StepReport
 from megatron_prefix.run.request import Request
 
 logger = logging.getLogger(__name__)
-UPDATES, PASSES = "updates", "passes without gradients"
+UPDATES, PASSES, UNREAD = "updates", "passes without gradients", "calls"
+"""Kinds of calls. The last are left to the stock schedule before it is known which they are."""
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Total:
 
     def described(self, name: str) -> str:
         """In words."""
+        if name == UNREAD:
+            return f"{self.calls:,} more calls left to the stock schedule unread"
         text = f"{self.shared:,} of {self.calls:,} {name} shared"
         if not self.shared:
             return text
@@ -61,13 +64,13 @@ class Totals(Around):
     def __init__(self, config: PrefixConfig, reports: Reports) -> None:
         super().__init__(config, reports)
         self.totals: dict[str, Total] = {}
-        self._kind = UPDATES
+        self._kind = UNREAD
         self._counted: StepReport | None = None
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """See Around. Calls that end with an error do not count; one may be entered twice."""
-        self._kind = UPDATES
+        self._kind = UNREAD
         yield
         report = self.reports.last
         if report is not None and report is not self._counted:

@@ -247,7 +247,8 @@ def _trained_in(
     is_nested = tokens is not None and tokens.is_nested
     if not pairs or is_nested or len(pairs) > len(lengths):
         return None
-    ids, flags, is_known = pairs[0][0].new_zeros(3, sum(lengths))
+    like = pairs[0][0] if tokens is None else tokens  # what was drawn may be on another device
+    ids, flags, is_known = like.new_zeros(3, sum(lengths))
     starts = np.cumsum([0, *lengths]).tolist()
     for (own, trained), start, room in zip(pairs, starts, lengths, strict=False):
         if own.dim() != 1 or trained.shape != own.shape or len(own) > room:

@@ -331,3 +331,13 @@ def test_nemo_rl_generates_as_ever(caplog):
     assert not caplog.messages
     Policy().shards(data, 2)
     assert "no token_mask: prompts are not known" in caplog.messages[-1]
+
+
+def test_data_of_another_form_do_not_end_a_run(caplog):
+    def deals():
+        raise KeyError("tokens")
+
+    own.stays.cache_clear()
+    assert own.or_own("a trainer", deals, "its own") == "its own"
+    [line] = caplog.messages
+    assert "a trainer deals as ever, not whole groups: KeyError: 'tokens'" in line

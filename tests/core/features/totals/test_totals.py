@@ -10,6 +10,7 @@ from megatron_prefix.features.totals.around import Totals
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.verify import align
+from megatron_prefix.plan.gate import Decision
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import small_model
 
@@ -45,6 +46,16 @@ def test_the_end_says_how_many_steps_were_shared(ends, caplog):
     # The first step of a kind is Megatron's, and watched.
     assert line.startswith(f"megatron_prefix: 2 of 4 updates shared, {executed / raw:.0%} of their")
     assert "1 passes without gradients shared" in line
+
+
+def test_calls_that_nobody_reads_are_no_updates(ends):
+    schedule = PrefixSchedule(PrefixConfig(mode="auto"), looks_first=True)
+    [totals] = [feature for feature in schedule.features if isinstance(feature, Totals)]
+    with totals.call():
+        schedule.reports.stock(Decision(False, "left alone", True, 1.0))
+    assert [total.described(name) for name, total in totals.totals.items()] == [
+        "1 more calls left to the stock schedule unread"
+    ]
 
 
 @pytest.mark.parametrize(("mode", "looks"), [("observe", True), ("off", True), ("on", False)])
