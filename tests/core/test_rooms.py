@@ -169,9 +169,6 @@ def test_only_a_handful_of_files_is_at_the_root():
     assert {path.name for path in Path(PACKAGE).glob("*.py")} == AT_THE_ROOT
 
 
-# Rooms without torch ------------------------------------------------------------------------------
-
-
 _WITHOUT_MARK = [
     "lab.cli.arguments", "lab.cli.generate", "lab.cli.importing", "lab.cli.inputs", "lab.cli.main",
     "lab.cli.modelling", "lab.cli.outputs", "lab.cli.plan", "lab.cli.report", "lab.cli.show",

@@ -32,9 +32,6 @@ NAMES = [trainer.name for trainer in trainers.TRAINERS]
 PART = re.compile(rf"<!-- ([a-z_]+): {COMMAND} -->\n(.*?)<!-- end of \1 -->\n", re.S)
 
 
-# Configuration ------------------------------------------------------------------------------------
-
-
 def attributes(kind: type) -> dict[str, str]:
     """What the docstring of a class says of each of its fields, on one line."""
     text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
@@ -83,9 +80,6 @@ def callbacks() -> str:
     return "".join(f"- `{name}`: {said[name]}\n" for name in names)
 
 
-# Refusals -----------------------------------------------------------------------------------------
-
-
 def refusal_row(refusal: Refusal) -> str:
     never = "never" if refusal.kind == WRONG else "not yet"
     auto = "error" if refusal.ends else "stock schedule"
@@ -105,9 +99,6 @@ def refusals() -> str:
     return "".join(lines)
 
 
-# Trainers -----------------------------------------------------------------------------------------
-
-
 def page_of(trainer: Trainer) -> Path:
     return DOCS / "trainers" / f"{trainer.name.lower().replace('-', '_')}.md"
 
@@ -123,8 +114,6 @@ def at_a_glance(trainer: Trainer) -> str:
     ]
     return "| | |\n|---|---|\n" + "".join(f"| {name} | {said} |\n" for name, said in rows)
 
-
-# Pages --------------------------------------------------------------------------------------------
 
 PARTS: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "configuration.md": {"settings": configuration, "arguments": callbacks},

@@ -27,7 +27,6 @@ from tests.harness.command_line import BUNDLED
 from tests.harness.data import REPOSITORY
 from tests.harness.one_rank import one_rank
 
-# Steps and kernels --------------------------------------------------------------------------------
 
 VISION = "--device cpu --dtype float64 --model tiny-qwen3 --tower tiny --prompt 160 --answer 16"
 VISION += " --image-tokens 12 --rollouts 4 --pack-tokens 400 --warm-up-calls 1 --repeats 1"
@@ -110,9 +109,6 @@ def test_planning_across_ranks_is_timed_and_a_step_simulated(capsys, monkeypatch
         for rate in ("50", "400"):
             some = row[f"{rate} GB/s: nothing hides, in order"].split(", ")
             assert all(0 < float(one) <= float(row["all hides"]) for one in some)
-
-
-# Rows beside published figures --------------------------------------------------------------------
 
 
 def bench(folder, file, model, names, **changes):

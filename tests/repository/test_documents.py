@@ -127,9 +127,6 @@ def broken_links(path):
     return found
 
 
-# Commands -----------------------------------------------------------------------------------------
-
-
 def command_lines(text):
     """Commands in code spans and code blocks of a document, each on one line."""
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S):
@@ -184,8 +181,6 @@ def missing_program(line):
     return None if is_there else f"{line}: no {name}"
 
 
-# Lengths ------------------------------------------------------------------------------------------
-
 MOST_WORDS, MOST_OF_A_PARAGRAPH = 1500, 90
 WHICH_RUNS = re.compile(f"{which_runs.BEGIN}.*?{which_runs.END}", re.S)
 LONGER = {"docs/results.md": 5000, "benchmarks/LOG.md": 8000}
@@ -209,9 +204,6 @@ def paragraphs(text: str) -> list[str]:
 def num_words(text: str) -> int:
     """Words, without the bars of tables and signs that stand alone."""
     return sum(re.search(r"\w", word) is not None for word in text.split())
-
-
-# Tests --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=relative)

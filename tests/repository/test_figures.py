@@ -189,9 +189,6 @@ def test_the_check_of_words_can_fail():
     assert unknown("Megatron-Core 0.16.1, torch 2.11, Qwen3-0.6B, in 12 layers, `1.3x`") == []
 
 
-# Parts made of the code ---------------------------------------------------------------------------
-
-
 def test_parts_made_of_the_code_are_current():
     old = [str(path) for path, _ in generated.stale()]
     assert old == [], f"{generated.COMMAND} writes them"
@@ -219,9 +216,6 @@ def test_a_part_that_is_old_is_made_anew():
 def test_a_citation_has_the_version(name):
     text = (REPOSITORY / name).read_text(encoding="utf-8")
     assert re.findall(r"^\s*version(?: =|:) \{?([\d.]+)", text, re.M) == [__version__]
-
-
-# The support matrix -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", [support.PAGE, support.MODELS_PAGE], ids=lambda path: path.name)

@@ -58,9 +58,6 @@ def verb_of(words):
     return words[words.index("-m") + 2 :]
 
 
-# What they ask for --------------------------------------------------------------------------------
-
-
 # Two nodes of 8 GPUs have what every model of launch/models needs; one has it for these.
 DEFAULTS = [("train_multinode.sh", model) for model in MODELS]
 DEFAULTS += [("train_1node.sh", model) for model in ("llama3-8b", "qwen3-8b")]
@@ -161,9 +158,6 @@ def test_one_line_says_that_there_are_too_few_gpus(commands, script):
         assert asked(commands, script, *cpu, FAKE_GPUS="0")[0] == "torchrun"
     (commands / "python3").write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
     assert "cannot import torch; bash launch/quick" in refusal(LAUNCH / script, **environment)
-
-
-# How they are written -----------------------------------------------------------------------------
 
 
 def test_bash_reads_scripts_and_shellcheck_has_nothing_to_say():

@@ -29,9 +29,6 @@ def setup():
     return parser
 
 
-# What is pinned -----------------------------------------------------------------------------------
-
-
 def pins():
     lines = (
         (REPOSITORY / "launch" / "requirements-cpu.txt").read_text(encoding="utf-8").splitlines()
@@ -69,9 +66,6 @@ def test_everything_that_gets_installed_is_pinned(setup):
         except metadata.PackageNotFoundError:
             continue  # an extra that is not installed here
     assert "megatron-core" in seen
-
-
-# Rules that every file keeps ----------------------------------------------------------------------
 
 
 def test_no_file_names_a_machine_or_a_host():
@@ -170,9 +164,6 @@ def test_linters_agree(tool):
         [sys.executable, "-m", *tool], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-# Names --------------------------------------------------------------------------------------------
 
 
 MOST = 45

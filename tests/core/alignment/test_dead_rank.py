@@ -125,8 +125,6 @@ def test_a_rank_without_memory_ends_the_step_of_all(layout):
         assert "A neighbour has failed" in said[rank]
 
 
-# Silence ------------------------------------------------------------------------------------------
-
 TIMEOUT = timedelta(seconds=3)
 
 

@@ -67,9 +67,6 @@ def watch(monkeypatch):
     return found
 
 
-# --- Where a step can fail ------------------------------------------------------------------------
-
-
 def assert_clean(hooks, model, watch):
     """Nothing of a step is left, without the help of the garbage collector."""
     assert hooks.current is None and suspend.running() is None

@@ -84,9 +84,6 @@ def test_full_recomputation_is_predicted_where_it_happens(families, name):
     assert (waves[1] < waves[0]) == (calls[1] > calls[0])
 
 
-# --- what is refused ------------------------------------------------------------------------------
-
-
 def _deterministic(model):
     return model.config, "deterministic_mode", True
 

@@ -69,8 +69,6 @@ def test_layers_on_the_host_are_those_that_are_predicted(name):
     assert there.memory.temporary >= there.cache_bytes
 
 
-# --- What is left of a step -----------------------------------------------------------------------
-
 WAYS: dict[str, dict[str, Any]] = {
     "retain": {"memory": "retain"},
     "host": {"memory": "retain", "cache_host_layers": 2},

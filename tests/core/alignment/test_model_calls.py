@@ -162,9 +162,6 @@ def test_segments_run_under_the_calls_autocast_on_every_stage():
         assert seen and all(seen)
 
 
-# Heads of trainers' own ---------------------------------------------------------------------------
-
-
 def forms(*heads, **fields):
     """A case for each head."""
     return {head: Case(HeadForm(head=head, **fields)) for head in heads or HEADS}

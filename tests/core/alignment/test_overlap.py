@@ -257,9 +257,6 @@ def test_weights_may_get_no_gradient_at_first(layer):
             assert waited == [one.watched[0].num, *[one.watched[0].outside] * 3]
 
 
-# --- What goes wrong ------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def hurrying(number, rank, chunks):
     """In the third step rank 0 believes that all layers are complete with the last one."""

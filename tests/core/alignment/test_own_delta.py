@@ -23,9 +23,6 @@ from tests.harness.own_delta import FULL, LINEAR, Packed, own_model
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
-# --- what is refused ------------------------------------------------------------------------------
-
-
 def _inside(model):
     return model.decoder.layers[0].self_attention.linear_attn
 

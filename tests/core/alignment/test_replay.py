@@ -164,9 +164,6 @@ def test_a_buffer_that_every_microbatchs_routes_are_written_into():
         steps.assert_gradients(own, steps.Reference(expected, terms), 200)
 
 
-# What is refused ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def model():
     with one_rank():

@@ -87,9 +87,6 @@ def test_an_indexer_that_is_trained_gets_zeros():
     assert own and all(one is not None and not one.any() for one in own.values())
 
 
-# What is kept -------------------------------------------------------------------------------------
-
-
 class Shape:
     """A spec with an indexer, as Megatron's config has it."""
 
@@ -111,9 +108,6 @@ def test_work_and_weights_are_those_of_the_modules():
         for mixer in mixers
     ]
     assert {*weights} == {DSA().parameters(Shape())}
-
-
-# What is refused ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,6 @@ def module(monkeypatch, **members):
     return made
 
 
-# References ---------------------------------------------------------------------------------------
-
-
 def test_earlier_and_later_references_are_swapped_and_restored(monkeypatch):
     trainer = module(monkeypatch, schedule_of=KEPT[0], other=len)
     monkeypatch.setitem(sys.modules, "somebodys_nothing", None)
@@ -140,8 +137,6 @@ def test_a_trainers_file_says_where_its_masks_are(monkeypatch, heeded):
     own = schedules.get_forward_backward_func(*SIZES, samples=len).callbacks.samples
     assert own is len
 
-
-# Settings -----------------------------------------------------------------------------------------
 
 TEXTS = {
     "mode": ("observe", "observe"), "chunk_tokens": ("auto", "auto"),
@@ -255,8 +250,6 @@ def test_a_bad_variable_ends_a_trainer_that_hides_plugin_errors():
     (line,) = done.stderr.splitlines()
     assert line.startswith("megatron_prefix: MEGATRON_PREFIX_MODE: mode is 'maybe': give one of")
 
-
-# The plugin ---------------------------------------------------------------------------------------
 
 STATE = """
 import logging, sys

@@ -117,9 +117,6 @@ def test_more_runs_are_several_calls(num, library):
     assert len(sizes) == 3 * each
 
 
-# Where it runs ------------------------------------------------------------------------------------
-
-
 def refusal(monkeypatch, capability, width, width_v, group=2):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     shapes = (2 * group, width), (2, width), (2, width_v)

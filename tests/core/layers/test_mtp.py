@@ -93,8 +93,6 @@ def test_microbatches_without_any_loss():
     assert all(one.isnan().any() for one in stock.gradients.values())
 
 
-# --- failures -------------------------------------------------------------------------------------
-
 PLACES = {
     "the layer": lambda model: (unwrap(model).mtp.layers[0].eh_proj, "forward"),
     "the loss": lambda model: (unwrap(model), "compute_language_model_loss"),
@@ -142,9 +140,6 @@ def test_a_step_that_is_made_again_logs_once():
         found = run(schedule, model, Contract(), items)
     assert schedule.report is not None and schedule.report.retried
     assert_same(found, expected, items)
-
-
-# --- refusals -------------------------------------------------------------------------------------
 
 
 def refused(match, model, contract=None, **options):

@@ -217,9 +217,6 @@ by_every_kernel = pytest.mark.parametrize(
 )
 
 
-# Segments of many trees ---------------------------------------------------------------------------
-
-
 def test_the_forests_have_what_they_are_for():
     """Else an equal result proves nothing."""
     for name, forest in PACKED.items():

@@ -256,9 +256,6 @@ def test_fully_sharded_parameters_are_refused(model, monkeypatch):
         install(model)
 
 
-# --- Versions -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("version", ["0.15.0", "0.15.3", "0.16.0", "0.16.0rc1", "0.9"])
 def test_an_old_megatron_is_refused(version):
     with pytest.raises(UserError, match=rf"megatron-core {version} is too old: install 0.16.1"):

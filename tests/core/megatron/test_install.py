@@ -57,9 +57,6 @@ def assert_same_objects(found, expected):
                 assert other is value or other == value, (name, key)
 
 
-# --- What stays as it is --------------------------------------------------------------------------
-
-
 def test_checkpoint_keys_stay():
     model = small_model("tiny-qwen3")
     before = list(model.state_dict()), list(unwrap(model).sharded_state_dict())

@@ -152,9 +152,6 @@ def test_parallel_pipelines_share_positions_but_not_actions(ordered):
     assert both.prefix_seconds == pytest.approx(one.prefix_seconds)
 
 
-# Which schedule a step gets -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("mode", "share"), [("on", True), ("off", False), ("observe", False)])
 def test_modes_that_do_not_ask(mode, share):
     decision = decide(PrefixConfig(mode=mode), 0.5)
@@ -167,9 +164,6 @@ def test_auto_falls_back_exactly_where_the_speedup_is_too_small(speedup, share):
     assert (decision.share, decision.fallback) == (share, not share)
     assert ("below min_speedup 1.05" in decision.reason) == (not share)
     assert decide(PrefixConfig(mode="auto", min_speedup=0.01), speedup).share
-
-
-# The prefilter ------------------------------------------------------------------------------------
 
 
 def test_steps_without_sharing_are_found_in_mode_auto_only():

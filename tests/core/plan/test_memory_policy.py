@@ -166,9 +166,6 @@ def test_the_leanest_plan_has_nothing_leaner():
     assert leaner(plan_of(16, 16, 1)) is None  # no inner segments
 
 
-# --- In a step ------------------------------------------------------------------------------------
-
-
 def test_a_step_takes_what_fits_its_budget():
     model = small_model()
     expected = run(PrefixSchedule(CONFIG), model)

@@ -28,8 +28,6 @@ from tests.harness.trees import (
     with_programs,
 )
 
-# What is refused ----------------------------------------------------------------------------------
-
 
 def refused(plan, ready_after=None):
     with pytest.raises(PlanError) as caught:
@@ -139,8 +137,6 @@ def test_swapped_cells_are_refused_or_harmless(rng, num_ranks):
         refused(broken)
 
 
-# The segment table --------------------------------------------------------------------------------
-
 PROMPT = Place(0, 0)
 
 
@@ -194,9 +190,6 @@ def test_a_changed_plan_is_shown_or_refused_in_one_line(tmp_path, number):
         path.write_bytes(fuzzing.changed_cells(rng, text))
         bad[seed] = fuzzing.fault("show", str(path), "--svg", picture)
     assert not {seed: fault for seed, fault in bad.items() if fault}
-
-
-# What a plan costs --------------------------------------------------------------------------------
 
 
 def test_a_timeline_by_hand():

@@ -242,8 +242,6 @@ def test_all_ranks_end_with_the_reason_of_one(way):
     assert max(other.seconds, failed.seconds) < SOON_S
 
 
-# Who asks -----------------------------------------------------------------------------------------
-
 GROUP = SimpleNamespace(size=lambda: 2)
 GATHERING = [SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=True))]
 FREE = {"experts": None, "models": (), "forward_only": False, "reduces": True}

@@ -98,9 +98,6 @@ def test_bad_usage_is_one_line(words, message, capsys):
     assert line.startswith(f"python -m megatron_prefix.run: {message}")
 
 
-# A training loop ----------------------------------------------------------------------------------
-
-
 def said(done):
     """The steps that a loop's ranks have printed."""
     assert done.returncode == 0, done.stderr

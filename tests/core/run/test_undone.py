@@ -155,9 +155,6 @@ def test_mode_on_raises_and_leaves_gradients_as_they_were(trainer, refusal):
     assert all(not gradient.any() for gradient in steps.gradients(model).values())
 
 
-# --- errors of the package's own ------------------------------------------------------------------
-
-
 PLACES = {"a segment": (SegmentInputs, "call"), "an answer": (CallOutputs, "_places")}
 
 
@@ -202,9 +199,6 @@ def test_an_error_of_the_trainers_is_raised():
         run(schedule, trainer, small_model())
     assert schedule.report is not None and schedule.report.fallback_count == 0
     assert trainer.calls.count(LATER) == len(items())
-
-
-# --- data that cannot be drawn again --------------------------------------------------------------
 
 
 class Elsewhere(Twice):

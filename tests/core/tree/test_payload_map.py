@@ -201,9 +201,6 @@ def segments(draw):
     return tuple(2 * size * chunk for chunk in chunks), size
 
 
-# Who holds what -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length", [6, 10, 2])
 def test_a_row_that_cannot_be_cut_is_refused(length):
     with pytest.raises(ValueError, match=f"{length} positions .* multiple of 4"):
@@ -219,9 +216,6 @@ def test_every_row_is_held_once_and_the_order_is_found_again(case):
     assert np.array_equal(np.concatenate(held), cp_layout.view_positions(lengths, size))
     in_order = np.concatenate(held)[cp_layout.view_order(lengths, size)]
     assert in_order.tolist() == list(range(sum(lengths)))
-
-
-# What is seen -------------------------------------------------------------------------------------
 
 
 def times_seen(lengths, rank, size):

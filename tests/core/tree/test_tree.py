@@ -35,8 +35,6 @@ from tests.harness.trees import (
     with_routes,
 )
 
-# Cases by hand ------------------------------------------------------------------------------------
-
 
 def shape(forest):
     """Segments as (segments of the parents, [(start, length, rollouts)])."""
@@ -136,9 +134,6 @@ def test_rollouts_that_mean_nothing_are_refused():
         build([good, good], [0])
 
 
-# Real rollouts and time ---------------------------------------------------------------------------
-
-
 def caterpillar(num, length):
     """Each rollout leaves the common one a little later: as deep as there are rollouts."""
     rng = np.random.default_rng(0)
@@ -173,9 +168,6 @@ def test_deep_trees_need_no_recursion():
     ]
     forest = build(rollouts, None, exact())
     assert (max_depth(forest), forest.executed_tokens) == (length - 1, length - 1)
-
-
-# Invariants of every forest -----------------------------------------------------------------------
 
 
 @given(rollout_sets(), tree_options())
@@ -299,9 +291,6 @@ def test_loss_in_leaves_shares_trained_positions_of_copies(sets, options):
                 assert len({rollouts[member].inputs.tobytes() for member in span.rollouts}) == 1
 
 
-# What is shared -----------------------------------------------------------------------------------
-
-
 @given(rollout_sets(), st.sampled_from([1, 1, 2, 3, 4, 8, 16]), st.sampled_from(["group", "batch"]))
 @settings(max_examples=rounds(75, 500))
 def test_executed_tokens_are_those_of_the_trie(sets, align, share):
@@ -408,9 +397,6 @@ def test_inner_segments_save_at_least_the_gain_of_a_segment(sets, options, gain)
                 saved += (read[here] + ends - 1) * span.length
             assert saved >= min(gain, forest.raw_tokens // 16)
     assert build(*sets, plain).executed_tokens <= forest.executed_tokens <= forest.raw_tokens
-
-
-# Microbatches -------------------------------------------------------------------------------------
 
 
 def live(forest, microbatch_of):

@@ -132,9 +132,6 @@ def test_both_schedules_are_timed_with_one_kernel(chunks, dtype, overrides, kern
     assert (row.stock_attention, row.prefix_attention) == (stock, prefix)
 
 
-# The verb -----------------------------------------------------------------------------------------
-
-
 def test_consecutive_steps_of_a_file(tmp_path):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.svg"

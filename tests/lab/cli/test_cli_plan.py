@@ -24,9 +24,6 @@ from tests.harness.trees import trie_size
 EXACT = ["--align", "1", "--min-gain", "0"]
 
 
-# plan ---------------------------------------------------------------------------------------------
-
-
 def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys):
     found = result(capsys, "plan", BUNDLED, *EXACT, "--share", "group")
     groups = list(read_groups(BUNDLED))
@@ -180,9 +177,6 @@ def test_rollouts_may_come_through_a_pipe():
     assert fuzzing.ended("plan", f"/dev/fd/{read}", "--json") == (0, "")
     os.close(read)
     writer.join()
-
-
-# Bad input and bad usage --------------------------------------------------------------------------
 
 
 BAD_FILES = {

@@ -63,9 +63,6 @@ def test_an_option_has_range_and_default_of_its_field(owner, name, flag, bad):
         parser.parse_args([f"{flag}={bad}"])
 
 
-# Options ------------------------------------------------------------------------------------------
-
-
 def test_values_have_the_types_of_their_fields():
     given = ["num_layers=2", "qk_layernorm=False", "layernorm_epsilon=1e-5", "num_moe_experts=None"]
     assert overrides_of(given) == (
@@ -101,9 +98,6 @@ def test_others_are_refused(setting, message):
     with pytest.raises(UserError) as refused:
         overrides_of([setting])
     assert message in str(refused.value)
-
-
-# Records ------------------------------------------------------------------------------------------
 
 
 ROW = types.SimpleNamespace(

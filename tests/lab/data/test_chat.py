@@ -26,9 +26,6 @@ def trained(rollout):
     return [text_of(rollout)[start:end] for start, end in rollout.loss]
 
 
-# Messages -----------------------------------------------------------------------------------------
-
-
 def say(role, content, **more):
     return {"role": role, "content": content, **more}
 
@@ -109,9 +106,6 @@ def test_a_template_that_forgets_is_refused(source):
     message = refused(source, "messages", Characters(forgets=True))
     assert message.startswith("2: messages: message 3: the chat template changes what")
     assert "import tokens" in message
-
-
-# Real tokenizers, where installed -----------------------------------------------------------------
 
 
 @pytest.fixture

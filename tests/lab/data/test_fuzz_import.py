@@ -105,9 +105,6 @@ def test_a_changed_file_is_imported_or_refused(tmp_path, monkeypatch, kind):
     assert NUM_CASES // 10 < num_written < NUM_CASES * 9 // 10
 
 
-# Rollouts -----------------------------------------------------------------------------------------
-
-
 NUM_ROLLOUT_FILES = 300
 
 

@@ -25,9 +25,6 @@ def imported(path, kind):
     return list(import_file(path, kind, Characters()))
 
 
-# Steps --------------------------------------------------------------------------------------------
-
-
 @KINDS
 @pytest.mark.parametrize("field", ["step", "global_step"])
 def test_a_group_of_a_later_step_is_another_group(source, kind, field):
@@ -35,9 +32,6 @@ def test_a_group_of_a_later_step_is_another_group(source, kind, field):
     write(source, *(ROWS[kind] | {"group": group, field: step} for group, step in steps))
     groups = imported(source, kind)
     assert names(groups) == {"a@1": ["0", "1"], "b": ["0", "1"], "a@2": ["0", "1"]}
-
-
-# verl's ids ---------------------------------------------------------------------------------------
 
 
 def verl_row(uid, score, prompt="ab", **more):
@@ -76,9 +70,6 @@ def test_verl_counts_a_rollout_once_in_its_group(source):
 def test_other_ids_name_rollouts_of_one_prompt(source, uid):
     groups = imported(write(source, verl_row(uid, 1.0), verl_row(uid, 0.0)), "verl")
     assert names(groups) == {"prompt-0000": [uid, f"{uid}#1"]}
-
-
-# Rows that are not trained ------------------------------------------------------------------------
 
 
 @KINDS

@@ -9,8 +9,6 @@ from tests.harness.importing import BOS, Characters, names, refused, write
 
 source = importing.source  # a fixture
 
-# verl ---------------------------------------------------------------------------------------------
-
 
 def test_verl(source):
     """Rows of one prompt are a group wherever they stand; another step is another group."""
@@ -42,9 +40,6 @@ def test_verl_refuses(source, changes, said):
     good = {"input": "ab", "output": "b", "score": 1.0}
     write(source, good, good | changes)
     assert refused(source, "verl", Characters(), vocab_size=99).startswith(said)
-
-
-# Token ids ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,9 +116,6 @@ def imported(path, row):
     return rollout
 
 
-# Masks --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("field", "on", "off"),
     [("loss_mask", 1, 0), ("response_mask", True, False), ("completion_mask", 1.0, 0.0)],
@@ -141,9 +133,6 @@ def test_a_mask_of_other_values_is_named(source, field, value):
     write(source, {"input_ids": [1, 2], "prompt_len": 1, "reward": 1}, row)
     message = refused(source, "tokens")
     assert message.startswith(f"2: {field}: holds values other than 0 and 1 (entry 1 is ")
-
-
-# Pads ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,6 @@ from tests.harness.rollout_rows import VOCAB, all_fields, fields, row, rows, sec
 REAL_FILES = files()
 
 
-# Round trip ---------------------------------------------------------------------------------------
-
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
@@ -98,9 +96,6 @@ def test_the_example_in_the_readme(tmp_path):
     assert read[1].num_trained == 2
 
 
-# Writing ------------------------------------------------------------------------------------------
-
-
 def one_group(**changes):
     good = Rollout("a", "0", np.array([1, 2, 3], dtype=np.int32), 1, ((1, 3),), 1.0)
     return Group("a", (dataclasses.replace(good, **changes),))
@@ -145,9 +140,6 @@ def test_nothing_is_half_written(tmp_path, groups, error):
     assert list(tmp_path.iterdir()) == []
 
 
-# Tokens -------------------------------------------------------------------------------------------
-
-
 def test_dense_vocabulary_is_one_to_one():
     groups = list(read_groups(bundled_rollouts()))
     dense, size, ids = dense_vocabulary(iter(groups))
@@ -160,9 +152,6 @@ def test_dense_vocabulary_is_one_to_one():
             assert new.tokens.max() < size
             assert fields(dataclasses.replace(new, tokens=ids[new.tokens])) == fields(old)
     assert dense_vocabulary([])[1] == 0
-
-
-# Real data ----------------------------------------------------------------------------------------
 
 
 def plain_read(path):
@@ -190,9 +179,6 @@ def test_real_files_are_valid_as_they_are(path):
         assert [list(span) for span in rollout.loss] == raw["loss"]
         assert (rollout.prompt_len, rollout.reward) == (raw["prompt_len"], raw["reward"])
         assert rollout.loss_mask.sum() == sum(end - start for start, end in raw["loss"])
-
-
-# Shorter ones -------------------------------------------------------------------------------------
 
 
 def rollout(uid, tokens, prompt_len, *loss):

@@ -124,9 +124,6 @@ def test_what_a_template_keeps(source, template, messages):
     assert text_of(source, template)
 
 
-# Spellings ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "spelling",
     [json.dumps, lambda calls: [json.dumps(part) for part in calls], lambda calls: calls],
@@ -151,9 +148,6 @@ def test_a_null_that_would_be_written(source):
         "{{ m.content }}", "{% if m.content is not none %}{{ m.content }}{% endif %}"
     )
     assert "None" not in text_of(source, asked)
-
-
-# Empty answers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,6 @@ def model(folder, **options):
     return chunk
 
 
-# Names and files ----------------------------------------------------------------------------------
-
-
 def test_missing_and_extra_tensors_are_named_and_counted(copy):
     tensors, save = copy
     gone = [name for name in tensors if "layers.1." in name]
@@ -149,9 +146,6 @@ def test_the_table_has_every_tensor_once(tmp_path, family):
     assert len(used) == len(set(used)) and {rows.name for rows in used} == found.names
 
 
-# The model ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -162,9 +156,6 @@ def test_the_table_has_every_tensor_once(tmp_path, family):
 )
 def test_another_model_is_refused(made, change, words):
     assert words in refused(made, **change)
-
-
-# Values -------------------------------------------------------------------------------------------
 
 
 def test_a_tied_output_layer_must_be_the_embedding(copy):

@@ -124,9 +124,6 @@ def test_first_layers_of_models_whose_layers_differ():
     assert moe.num_different == 2
 
 
-# Old names ----------------------------------------------------------------------------------------
-
-
 OLD = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
     "kv_channels": 16, "ffn_hidden_size": 128, "vocab_size": None, "max_position": 32768,
@@ -184,9 +181,6 @@ def test_old_names_lead_to_fields():
     fields = {field.name for field in dataclasses.fields(ModelSpec)}
     assert {new_name(name) for name in RENAMED} <= fields
     assert not RENAMED.keys() & fields
-
-
-# Megatron's config --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

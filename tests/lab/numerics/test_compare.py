@@ -58,9 +58,6 @@ def element(by):
     return change
 
 
-# One rank -----------------------------------------------------------------------------------------
-
-
 def test_equal_traces_pass():
     found = judge(a_trace(), a_trace())
     assert found.passed is True and not found.failures
@@ -158,9 +155,6 @@ def test_gradients_that_are_all_zero_are_refused():
     assert judge(expected, found, may_vanish=True).passed is False
 
 
-# The policy ---------------------------------------------------------------------------------------
-
-
 def test_a_comparatively_tiny_gradient_may_be_rounding():
     """Both ways; yet not larger than rounding errors of a hundredth of the largest."""
     limit = conditions().limit
@@ -198,8 +192,6 @@ def test_cancellation_widens_the_limit():
     assert judge(expected, found).passed is False
     assert judge(expected, found, cancellation=10.0).passed is True
 
-
-# Several ranks, several steps ---------------------------------------------------------------------
 
 RIGHT = judge(a_trace(), a_trace())
 WRONG = judge(a_trace(), changed(a_trace(), "gradients", element(1e-3)))
@@ -247,8 +239,6 @@ def test_what_no_rank_has_compared_is_refused(kind):
     verdict = over_ranks([without, without])
     assert verdict.passed is False and "were compared" in verdict.failures[0]
 
-
-# 16 bit -------------------------------------------------------------------------------------------
 
 SIZE = 2000
 

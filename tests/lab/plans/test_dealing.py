@@ -111,9 +111,6 @@ def test_what_needs_equal_numbers_is_refused(how):
         dealt(some(2, 3), 2, how, stock=True, layout={"pp": 2, "vpp": 2})
 
 
-# Tokens -------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=30)
 @given(
     st.sampled_from(DEALS), st.integers(2, 4), st.sampled_from(TREES),
@@ -200,9 +197,6 @@ def partitions(num, parts):
     return found
 
 
-# Every method -------------------------------------------------------------------------------------
-
-
 @given(steps(), st.integers(1, 5), st.sampled_from(METHODS), st.sampled_from(["group", "batch"]))
 def test_every_rollout_is_on_exactly_one_rank(groups, num_ranks, method, share):
     options = TreeOptions(share=share)
@@ -263,9 +257,6 @@ def replaced(one, group, uid):
     return Rollout(group, uid, one.tokens, one.prompt_len, one.loss, one.reward)
 
 
-# The ordered partition ----------------------------------------------------------------------------
-
-
 @given(steps(), st.integers(1, 4), st.sampled_from(["whole", "cut"]))
 def test_no_other_partition_has_a_smaller_largest_load(groups, num_ranks, method):
     leaves = placement.Leaves(groups, COST, TreeOptions(share="batch"))
@@ -292,9 +283,6 @@ def test_a_cut_group_pays_for_its_prompt_in_both_parts():
     # 40 prompt tokens are 39 positions that all share: the label of the last one differs.
     assert placed.executed_tokens == whole.executed_tokens + 39
     assert max(placed.costs) < 0.7 * max(whole.costs)
-
-
-# Bad usage, and real rollouts ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["tau2_mixed", "qmsum_tree"])

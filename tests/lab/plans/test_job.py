@@ -74,9 +74,6 @@ def refused(plans, ready_after=None):
     return first
 
 
-# What runs ----------------------------------------------------------------------------------------
-
-
 def test_times_of_two_ranks():
     found = simulate_job(two(), [[0, 1], [0, 1]], seconds_per_position_sent=0.5)
     # The payload crosses from 4 to 6, the gradients from 12 to 14.
@@ -86,9 +83,6 @@ def test_times_of_two_ranks():
     ]
     assert (found.makespan, found.busy, found.waiting) == (22, (18, 6), (4, 8))
     assert (found.received_positions, found.peak_received) == ((0, 4), (0, 4))
-
-
-# What is refused ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,9 +118,6 @@ def test_deadlocks():
     late = chain("R1<1 R0<0 F2 B2 S1>1 S0>0", "F0 S0>2 S0>1 R0<1 R0<2 B0")
     message = refused(late)
     assert message.startswith("deadlock: ") and message.count("place") == 3
-
-
-# At random ----------------------------------------------------------------------------------------
 
 
 def test_random_jobs_of_the_planner_run():
@@ -176,9 +167,6 @@ def test_random_jobs_end(sizes):
         job = check(seed, sizes)
         crossing += sum(len(one.forest.exchanges) > 0 for one in job.pipelines)
     assert crossing > 5 or not sizes.crosses
-
-
-# What does not -----------------------------------------------------------------------------------
 
 
 def jobs(num, sizes):

@@ -88,9 +88,6 @@ def test_stand_ins_last_for_the_import_which_needs_them(monkeypatch):
         cpu.load_recurrent_layers()
 
 
-# Stock packs --------------------------------------------------------------------------------------
-
-
 def library(break_it):
     class DotProductAttention:
         def __init__(self, heads, width, num_gqa_groups):

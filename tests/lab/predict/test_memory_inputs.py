@@ -103,9 +103,6 @@ def test_no_module_is_passed_over_when_a_step_begins():
     assert len(found) == len({*map(id, found)}) and {*found} == {*model.modules()}
 
 
-# Multi-token prediction ---------------------------------------------------------------------------
-
-
 def flops(spec, length):
     """Of one forward, as torch counts the products of matrices."""
     model = unwrap(small_model(vocab=VOCAB, spec=spec, wrap_ddp=False, dtype=torch.float32))

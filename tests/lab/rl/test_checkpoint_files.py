@@ -83,9 +83,6 @@ def content(name, make):
     return lambda run: (run / name).write_bytes(make((run / name).read_bytes()))
 
 
-# Code in files ------------------------------------------------------------------------------------
-
-
 def in_index(marker, run):
     (run / STEP / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
 
@@ -161,9 +158,6 @@ def test_an_index_cannot_change_its_classes():
     changed = f"c{CHECKPOINT}.metadata\nMetadata\n(N(dV__call__\ncbuiltins\ngetattr\nstb"
     with pytest.raises(pickle.UnpicklingError, match="does not belong into"):
         read(changed)
-
-
-# Damage -------------------------------------------------------------------------------------------
 
 
 def test_damaged_files_are_named_in_one_line(good, tmp_path):

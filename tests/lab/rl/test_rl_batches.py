@@ -88,9 +88,6 @@ def test_padding_is_at_the_end_and_untrained():
     assert item["position_ids"].tolist() == [list(range(8))]
 
 
-# Settings -----------------------------------------------------------------------------------------
-
-
 def test_learning_rate_rises_and_stays():
     settings = TrainSettings(groups_per_step=1, lr=0.8, warmup_steps=4)
     assert [settings.lr_at(step) for step in (1, 2, 4, 5, 100)] == [0.2, 0.4, 0.8, 0.8, 0.8]
@@ -130,9 +127,6 @@ def test_layouts_that_would_compute_another_loss_are_refused():
     auto = TrainSettings(groups_per_step=1, prefix=PrefixConfig(mode="auto"))
     with pytest.raises(UserError, match=r"--ep 2: .* they have 2 to 3; use --prefix-schedule on"):
         check_layout(auto, rollouts, Layout(dp=2, ep=2))
-
-
-# Steps --------------------------------------------------------------------------------------------
 
 
 def some_groups(count, size=2):
@@ -196,9 +190,6 @@ def test_minibatches_have_every_group_once_and_equally_many():
     assert found == [["g0", "g1", "g2"], ["g3", "g4", "g5"]]
 
 
-# Packs --------------------------------------------------------------------------------------------
-
-
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
@@ -231,9 +222,6 @@ def test_ranks_have_as_many_packs_as_the_stock_schedule_needs(layout, expected):
     assert num_packs(ranks, Baseline("packed", 20), layout) == expected
 
 
-# Fields -------------------------------------------------------------------------------------------
-
-
 def items(multiple=1):
     rollouts = [
         Rollout("g", str(n), np.arange(n, 2 * n + 3, dtype=np.int32), 2, ((2, n + 3),), 1.0)
@@ -264,9 +252,6 @@ def test_slices_of_a_context_parallel_rank_are_of_each_rollout():
     described = packing.packed_seq_params(pack, torch.device("cpu"))
     ends = [described.cu_seqlens_q, described.cu_seqlens_q_padded, described.cu_seqlens_kv_padded]
     assert [one.tolist() for one in ends] == [[0, 8, 12, 24]] * 3
-
-
-# Refusals -----------------------------------------------------------------------------------------
 
 
 def test_an_attention_without_packs_is_refused():

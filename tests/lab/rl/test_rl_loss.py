@@ -189,8 +189,6 @@ def test_tensorboard_has_the_same_names(tmp_path):
     ]  # fmt: skip
 
 
-# Weights & Biases ---------------------------------------------------------------------------------
-
 STAND_IN = """
 import json, pathlib
 class errors:
@@ -233,9 +231,6 @@ def test_weights_and_biases_gets_the_same_rows(tmp_path):
     assert options == {"project": "mine", "name": "run", "dir": str(tmp_path / "run")}
     assert row == {"step": 3, "train/loss": 0.5, "prefix_sharing/fallback_reason": "short"}
     assert exit_code == 0
-
-
-# Rates --------------------------------------------------------------------------------------------
 
 
 def test_times_and_rates_under_verls_names():

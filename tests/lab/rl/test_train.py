@@ -26,8 +26,6 @@ from tests.harness.training import (
     whole_state,
 )
 
-# Both schedules -----------------------------------------------------------------------------------
-
 
 def test_both_schedules_agree_in_float64(tmp_path):
     """In two epochs, of which the second leaves the old policy."""
@@ -45,9 +43,6 @@ def test_comparing_changes_nothing(tmp_path):
     plain = train(tmp_path / "a", 3, settings(), look=whole_state)
     beside = train(tmp_path / "b", 3, settings(compare=True), look=whole_state)
     assert_same(plain[0][1], beside[0][1])
-
-
-# Loss ---------------------------------------------------------------------------------------------
 
 
 def up_to_loss():
@@ -104,9 +99,6 @@ def test_old_logprobs_of_the_file_are_used(tmp_path):
     assert 0 < row["train/clip_frac"] < 1
 
 
-# What goes wrong ----------------------------------------------------------------------------------
-
-
 def exploding():
     """Two groups, the second with old log-probs that no model has: the ratio is infinite."""
     good, bad = bundled()[:2]
@@ -138,8 +130,6 @@ def test_skipped_updates_are_counted_where_they_are_allowed(tmp_path):
     assert [row["train/loss"] is None for row in rows] == [False, True, False, True]
     assert all(torch.isfinite(value).all() for value in parameters.values())
 
-
-# Metrics ------------------------------------------------------------------------------------------
 
 SCHEMA = {
     "step": int, "train/loss": float, "train/ratio": float, "train/clip_frac": float,
@@ -200,9 +190,6 @@ def test_metrics_of_every_mode(tmp_path, prefix, more, active, fallbacks):
     if active:
         assert row["prefix_sharing/kv_cache_gb"] > 0
         assert row["prefix_sharing/bubble_fraction"] == 0
-
-
-# Several ranks ------------------------------------------------------------------------------------
 
 
 def on_one_rank_and_two(folder, job, groups):

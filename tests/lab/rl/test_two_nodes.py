@@ -157,9 +157,6 @@ def tensors(checkpoint):
     return run_ranks(1, on_rank)[0]
 
 
-# Tests --------------------------------------------------------------------------------------------
-
-
 def test_a_cut_network_ends_both_nodes_and_names_the_other(cut):
     for mine, other, done in zip("ab", "ba", cut.ended, strict=True):
         assert done.code == 1, done.err[-3000:]
@@ -181,8 +178,6 @@ def test_two_nodes_compute_what_one_does(cut, undisturbed):
     saved = f"checkpoints/step-{SAVED:06d}"
     assert_same(tensors(undisturbed / saved), tensors(cut.folder / saved))
 
-
-# launch/two_nodes.sh ------------------------------------------------------------------------------
 
 SCRIPT = REPOSITORY / "launch" / "two_nodes.sh"
 

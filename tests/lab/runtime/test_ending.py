@@ -141,8 +141,6 @@ def test_a_signal_while_ranks_start_ends_those_that_have(tmp_path, monkeypatch):
     assert signal.getsignal(number) == before
 
 
-# Process groups that cannot be left ---------------------------------------------------------------
-
 LEAVING_S = 0.5
 
 

@@ -11,8 +11,6 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.runtime.groups import shutdown
 from tests.harness.ranks import run_ranks
 
-# --- layouts -------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
@@ -57,8 +55,6 @@ def test_a_world_that_does_not_fit_is_refused(given, message):
         Layout.fill(**given)
 
 
-# --- the environment ---------------------------------------------------------------------------
-
 MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MASTER}
 
@@ -81,9 +77,6 @@ def test_an_environment_that_cannot_be_is_refused(monkeypatch, variables, messag
             monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
         runtime.env_world_size()
-
-
-# --- joining -------------------------------------------------------------------------------------
 
 
 def groups(layout):

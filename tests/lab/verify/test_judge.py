@@ -42,9 +42,6 @@ def tampered(wrong, *, forward_only=False):
     return Tampered
 
 
-# What may be wrong --------------------------------------------------------------------------------
-
-
 def parameter(model, name):
     return dict(model.named_parameters())[name]
 

@@ -30,9 +30,6 @@ def answers(monkeypatch, answer):
     return ran
 
 
-# The table of layouts -----------------------------------------------------------------------------
-
-
 def test_the_table_has_every_combination_once():
     names = [row.name for row in rows()]
     assert (
@@ -54,9 +51,6 @@ def test_data_parallelism_fills_a_larger_world():
     assert Row("moe", "EP2", "flat", "none").layout_in(8) == Layout(ep=2, dp=8)
     with pytest.raises(UserError, match="multiple of 4 ranks, but the world has 6"):
         row.layout_in(6)
-
-
-# The verb -----------------------------------------------------------------------------------------
 
 
 def test_one_line_a_layout(monkeypatch, capsys, tmp_path):

@@ -186,9 +186,6 @@ def test_tooltips_tell_what_an_action_is():
     assert "segment 0, tree 0\nfrom position 0, 50 tokens\n2 rollouts: 0, 1" in found
 
 
-# Chrome's trace format ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("budget", "most"), [(16, 1), (256, 2)], ids=["a tree a segment", "both trees in a segment"]
 )

@@ -95,9 +95,6 @@ def test_the_picture_has_every_step():
     assert len(loss.lines) == len(logprob.lines) == 3
 
 
-# The verb -----------------------------------------------------------------------------------------
-
-
 def test_json_table_and_files(tmp_path):
     pytest.importorskip("matplotlib")
     files = [str(tmp_path / name) for name in ("result.json", "plot.svg")]

@@ -192,9 +192,6 @@ def test_gradients_of_own_keys_are_added_up_in_32_bits(reduce):
     play(2, part)
 
 
-# Rows and microbatches ----------------------------------------------------------------------------
-
-
 class Alone:
     """A process group of one rank, or one of several that nobody asks anything of."""
 

@@ -142,9 +142,6 @@ def test_wrong_numbers_are_refused():
     assert deal([], [], [], 2) == [[], []]
 
 
-# verl's own batches -------------------------------------------------------------------------------
-
-
 HOOK = "megatron_prefix.auto.whole_groups"
 
 

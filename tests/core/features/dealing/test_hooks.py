@@ -93,9 +93,6 @@ def test_microbatches_are_cut_in_halves():
         filled(Rollouts([], [], []), 2, 9)
 
 
-# slime and miles ----------------------------------------------------------------------------------
-
-
 def module_of(stock, name="slime.utils.dp_schedule"):
     """A trainer's module after the hook."""
     module = ModuleType(name)
@@ -222,9 +219,6 @@ def test_a_function_of_other_arguments_stays(caplog):
         args, CONFIG, lengths, global_batch_size=24, rollout_indices=lengths
     ) == by_turns(args, CONFIG, lengths, global_batch_size=24, rollout_indices=lengths)
     assert "its caller has no `data`" in caplog.messages[-1]
-
-
-# NeMo-RL ------------------------------------------------------------------------------------------
 
 
 class Packer:

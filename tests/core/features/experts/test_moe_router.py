@@ -83,9 +83,6 @@ def test_a_loss_by_sample_wants_equal_samples():
     RouterLedger(logical, {0: router("aux_loss")})
 
 
-# Hooks --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def model():
     with one_rank():

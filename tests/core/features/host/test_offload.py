@@ -128,9 +128,6 @@ def test_a_change_in_place_is_an_error(transfers):
         x.exp().zero_()
 
 
-# --- The staging pool -----------------------------------------------------------------------------
-
-
 def test_the_pool_never_hands_out_bytes_twice(monkeypatch):
     monkeypatch.setitem(pools.SLAB_BYTES, False, 8192)
     generator = torch.Generator().manual_seed(0)

@@ -171,9 +171,6 @@ def test_all_ranks_plan_by_the_one_that_has_most():
             assert 1.3 * alone < ours < 1.6 * alone
 
 
-# Numbers ------------------------------------------------------------------------------------------
-
-
 def test_numbers_fit_what_was_counted():
     wanted = StageBytes(90.0, 110.0, 7.0, 500.0)
     rows = [

@@ -86,9 +86,6 @@ def test_ranks_and_steps_add_up():
     assert_known(later.times(PRIOR))
 
 
-# Whole steps --------------------------------------------------------------------------------------
-
-
 def step(share, factor):
     one = features(Work(8000, 8000, 1e7, 2, 2), "FB")
     return Evidence(steps=(StepTime(share, tuple(one.tolist()), factor * PRIOR.of(one)),))
@@ -107,9 +104,6 @@ def test_factors_of_both_schedules():
         known = known.and_also(step(False, factor))
     assert factors(known) == pytest.approx((1.5, 2))
     assert known.measured(True) and known.measured(False) and not step(True, 1).measured(False)
-
-
-# Kept ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

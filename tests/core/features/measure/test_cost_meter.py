@@ -156,9 +156,6 @@ def test_a_close_prediction_times_the_other_schedule(speedup, turns):
     assert cost_meter.other_way(on, decide(on, speedup)).share
 
 
-# The file -----------------------------------------------------------------------------------------
-
-
 def test_the_next_run_begins_with_what_was_measured(tmp_path):
     path = str(tmp_path / "costs.json")
     model = small_model()

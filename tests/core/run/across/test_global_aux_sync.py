@@ -50,9 +50,6 @@ def test_a_sum_begins_early_only_if_no_other_is_under_way():
     assert early
 
 
-# The collectives ----------------------------------------------------------------------------------
-
-
 class Work:
     """A sum on its way."""
 

@@ -83,9 +83,6 @@ def test_no_rank_has_two_links_in_one_process_group(size, step):
     assert {colour(sender, size) for sender in range(size)} == set(range(2 + size % 2))
 
 
-# What segments are computed from ------------------------------------------------------------------
-
-
 @given(sets=rollout_sets(), options=tree_options())
 def test_every_segment_reads_its_rollouts(sets, options):
     """The rows on a rollout's path are the rollout, at its own positions."""

@@ -184,9 +184,6 @@ def test_the_first_row_of_positions_where_ranks_have_their_own(size):
     assert found == {1: None, 2: [*range(6), *range(6)]}[size]  # alone nobody looks at them
 
 
-# Numbers that stand for rows ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 def test_equal_rows_have_equal_numbers_and_others_do_not(dtype):
     rows = torch.randn(ROWS + 7, 3, 16, generator=torch.Generator().manual_seed(0)) * 100
