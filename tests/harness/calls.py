@@ -196,25 +196,11 @@ def run_step(
     schedule: Any, trainer: Trainer, chunks: list[Any], *, forward_only: bool = False
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Logs and gradients of a step, as the trainer's training loop makes it."""
-    for chunk in chunks:
-        steps.zero_gradients(chunk)
-    several = len(chunks) > 1
     iterators = [trainer.iterator() for _ in chunks]
-    logs = schedule(
-        forward_step_func=trainer.step,
-        data_iterator=iterators if several else iterators[0],
-        model=chunks if several else chunks[0],
-        num_microbatches=trainer.num,
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
-    named = {
-        f"chunk {number}: {name}": gradient
-        for number, chunk in enumerate(chunks)
-        for name, gradient in steps.gradients(chunk).items()
-    }
-    return logs, named
+    return steps.run(
+        schedule, trainer.step, chunks, [], num_microbatches=trainer.num, forward_only=forward_only,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+    )  # fmt: skip
 
 
 def assert_gradients(

@@ -48,10 +48,7 @@ class Countdown:
 
 def run(schedule, model, contract=None):
     """A step; its logs and gradients."""
-    contract = contract or Contract()
-    steps.zero_gradients(model)
-    logs = steps.call(schedule, contract.step, model, items())
-    return logs, steps.gradients(model)
+    return steps.run(schedule, (contract or Contract()).step, model, items())
 
 
 def raised(error, function, *args):

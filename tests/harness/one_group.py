@@ -30,10 +30,7 @@ def schedule_with(*, looks_first=False, **fields):
 
 def run(schedule, model, contract=None, data=None, **options):
     """A step's logs and gradients."""
-    steps.zero_gradients(model)
-    step = (contract or Contract()).step
-    logs = steps.call(schedule, step, model, data or items(), **options)
-    return logs, steps.gradients(model)
+    return steps.run(schedule, (contract or Contract()).step, model, data or items(), **options)
 
 
 def assert_bitwise(found, expected):

@@ -5,8 +5,7 @@ Rollouts are those of the catalogue (schedules/), so its plans can be run too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from megatron_prefix.lab.plans import catalogue
 from megatron_prefix.lab.runtime import Layout
 from tests.harness import steps
 from tests.harness.data import REPOSITORY
-from tests.harness.steps import Contract, Microbatch
+from tests.harness.steps import Microbatch, Result
 
 FOLDER = REPOSITORY / "schedules"
 SHAPES = {shape.name: shape for shape in catalogue.read_catalogue(FOLDER)[0]}
@@ -59,40 +58,6 @@ def microbatches(groups: Sequence[Group]) -> list[Microbatch]:
         steps.microbatch([pairs], number, uid, vocab=1 << 30)
         for uid, (pairs, number) in enumerate(zip(rollouts, numbers, strict=True))
     ]
-
-
-@dataclass
-class Result:
-    """What a rank has after a step: the schedule's logs and the gradients."""
-
-    logs: list[Any]
-    gradients: dict[str, torch.Tensor]
-
-
-def run_step(
-    schedule: Callable[..., list[Any]],
-    contract: Contract,
-    chunks: list[Any],
-    items: Sequence[Microbatch],
-) -> Result:
-    """Forward and backward."""
-    for chunk in chunks:
-        steps.zero_gradients(chunk)
-    logs = schedule(
-        forward_step_func=contract.step,
-        data_iterator=[iter(items) for _ in chunks] if len(chunks) > 1 else iter(items),
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(items),
-        seq_length=max(item["tokens"].shape[1] for item in items),
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    named = {
-        f"chunk {number}: {name}": gradient
-        for number, chunk in enumerate(chunks)
-        for name, gradient in steps.gradients(chunk).items()
-    }
-    return Result(logs, named)
 
 
 def difference(expected: Result, found: Result, chunks: list[Any], tokens: int) -> str:

@@ -11,8 +11,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.harness import hybrid, steps
-from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import small_model
 
 DENSE: dict[str, Any] = {"num_layers": 2, "num_moe_experts": None}
@@ -53,27 +51,3 @@ def model_of(fields: dict[str, Any], **options: Any) -> Any:
     spec = {**DENSE, **options.pop("spec", {})}
     overrides = {**DSA, **fields}
     return small_model("tiny-deepseek", spec=spec, config_overrides=overrides, **options)
-
-
-def worst(model: Any, expected: steps.Reference, **fields: Any) -> float:
-    """As `hybrid.worst`; an indexer's weights have no gradient but zeros, in either schedule."""
-    rest, own = {}, {}
-    for name, gradient in expected.gradients.items():
-        (own if ".indexer." in name else rest)[name] = gradient
-    assert own and not any(gradient.any() for gradient in own.values())
-    found = _gradients(model, **fields)
-    assert found[0].keys() == expected.gradients.keys()
-    assert not any(found[0][name].any() for name in own)
-    pairs = zip(found[1], expected.logs, strict=True)
-    losses = [float(abs(ours["loss"] - theirs["loss"])) for ours, theirs in pairs]
-    errors = [
-        float((found[0][name] - wanted).abs().max()) / expected.terms[name]
-        for name, wanted in rest.items()
-    ]
-    return torch.tensor([*losses, *errors], dtype=torch.float64).max().item()
-
-
-def _gradients(model: Any, **fields: Any) -> tuple[dict[str, Tensor], list[Any]]:
-    steps.zero_gradients(model)
-    logs = steps.call(schedule_with(**fields), steps.Contract().step, model, hybrid.items())
-    return steps.gradients(model), logs

@@ -145,12 +145,36 @@ def group(seed, num):
 
 
 def call(schedule, step, model, items, **options):
-    """Calls a schedule as a trainer does."""
-    return schedule(
-        forward_step_func=step, data_iterator=iter(items), model=model, num_microbatches=len(items),
-        seq_length=items[0]["tokens"].shape[1], micro_batch_size=items[0]["tokens"].shape[0],
-        **{"forward_only": False, **options},
+    """Calls a schedule as a trainer does; `model` may be a list of chunks."""
+    chunks = model if isinstance(model, list) else [model]
+    several = len(chunks) > 1
+    shapes = [item["tokens"].shape for item in items] or [(1, 64)]
+    given = dict(
+        forward_step_func=step, num_microbatches=len(items), micro_batch_size=shapes[0][0],
+        data_iterator=[iter(items) for _ in chunks] if several else iter(items),
+        model=chunks if several else model, seq_length=max(length for _, length in shapes),
+        forward_only=False,
     )  # fmt: skip
+    return schedule(**given | options)
+
+
+class Result(NamedTuple):
+    """What a rank has after a step: the schedule's logs and the gradients."""
+
+    logs: list[Any]
+    gradients: dict[str, Tensor]
+
+
+def run(schedule, step, model, items, **options):
+    """A step from zero gradients; of several chunks names of gradients have the chunk's number."""
+    chunks = model if isinstance(model, list) else [model]
+    for chunk in chunks:
+        zero_gradients(chunk)
+    logs = call(schedule, step, model, items, **options)
+    if len(chunks) == 1:
+        return Result(logs, gradients(chunks[0]))
+    named = [gradients(chunk).items() for chunk in chunks]
+    return Result(logs, {f"{n} {name}": g for n, some in enumerate(named) for name, g in some})
 
 
 def zero_gradients(model):
@@ -195,12 +219,16 @@ def plain(model, contract, items):
 
 
 def assert_gradients(found, expected, num_positions):
-    """Every gradient within the numerics policy, relative to the terms that were summed into it.
+    """Every gradient within the numerics policy, relative to the terms that were summed into it:
+    those of a Reference, or its own largest element.
 
     Advantages of both signs cancel, fully so where copies of a rollout have opposite ones: what is
     left is rounding of the terms.  Terms that vanish beside the others are held to the policy's
     floor.
     """
+    if not isinstance(expected, Reference):
+        sizes = {name: float(wanted.abs().max()) for name, wanted in expected.items()}
+        expected = Reference(expected, sizes)
     assert found.keys() == expected.gradients.keys()
     dtype = next(iter(found.values())).dtype
     widest = max(max(gradient.shape) for gradient in found.values())

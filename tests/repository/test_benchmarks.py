@@ -27,7 +27,6 @@ from tests.harness.command_line import BUNDLED
 from tests.harness.data import REPOSITORY
 from tests.harness.one_rank import one_rank
 
-
 VISION = "--device cpu --dtype float64 --model tiny-qwen3 --tower tiny --prompt 160 --answer 16"
 VISION += " --image-tokens 12 --rollouts 4 --pack-tokens 400 --warm-up-calls 1 --repeats 1"
 

@@ -21,9 +21,9 @@ from megatron_prefix.run.execute.messages import Links, channels_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
-from tests.harness.pipelines import build_chunks, config_of, microbatches, rollouts_of, run_step
+from tests.harness.pipelines import build_chunks, config_of, microbatches, rollouts_of
 from tests.harness.ranks import forked, run_ranks
-from tests.harness.steps import Contract
+from tests.harness.steps import Contract, run
 
 DEAD = 1
 SOON_S = 60.0  # of a loaded machine; gloo knows at once that a connection has closed
@@ -49,7 +49,7 @@ def step_of(layout):
     chunks, items = build_chunks(layout, vocab), microbatches(groups)
     across = {"across_ranks": "on"} if layout.dp > 1 else {}
     ours = PrefixSchedule(config_of("several-groups", layout, **across))
-    return lambda: run_step(ours, Contract(), chunks, items)
+    return lambda: run(ours, Contract().step, chunks, items)
 
 
 def step_until_death(layout):

@@ -81,16 +81,7 @@ def gradients(schedule, layout, data, case):
         config_overrides=options,
     )  # fmt: skip
     mine = data[parallel_state.get_data_parallel_rank()]
-    many = len(chunks) > 1
-    schedule(
-        forward_step_func=CONTRACT.step,
-        data_iterator=[iter(mine) for _ in chunks] if many else iter(mine),
-        model=chunks if many else chunks[0],
-        num_microbatches=len(mine),
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    steps.call(schedule, CONTRACT.step, chunks, mine)
     pairs = [pair for chunk in chunks for pair in global_parameters(unwrap(chunk))]
     return {name: parameter.main_grad.detach().clone() for name, parameter in pairs}
 

@@ -78,5 +78,4 @@ def test_a_kernel_that_adds_to_main_grad(
     assert (recorded_graphs.replays > 0) is ("graph_tokens" in kept)
     tokens = sum(one["tokens"].numel() for one in items())
     for mine, its in zip(found, wanted, strict=True):
-        sizes = {name: float(one.abs().max()) for name, one in its.items()}
-        steps.assert_gradients(mine, steps.Reference(its, sizes), tokens)
+        steps.assert_gradients(mine, its, tokens)

@@ -29,9 +29,8 @@ def step(model, items=None, **fields):
     inner = unwrap(model)
     count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
     ours = schedule_with(**fields)
-    steps.zero_gradients(model)
     with count.counting(), predicted_bytes():
-        steps.call(ours, Contract().step, model, items or hybrid.items())
+        steps.run(ours, Contract().step, model, items or hybrid.items())
     assert ours.report is not None and ours.report.memory is not None and count.now == 0
     return count.peak, ours.report
 
@@ -125,10 +124,8 @@ def test_nothing_is_left(name, place, way, monkeypatch):
     ours, saved = schedule_with(**WAYS[way]), SavedBytes(set())
 
     def run():
-        steps.zero_gradients(model)
         with saved.counting():
-            steps.call(ours, Contract().step, model, hybrid.items())
-        return steps.gradients(model)
+            return steps.run(ours, Contract().step, model, hybrid.items()).gradients
 
     expected = run()
     gc.collect()

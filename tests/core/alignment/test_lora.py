@@ -37,11 +37,9 @@ def test_adapters_are_entered_where_layers_run_again():
     with one_rank(), AROUND["adapted"](mock.Mock()):
         for schedule, recompute in ((stock_schedule(), "none"), (schedule_with(), "full")):
             model = small_model(recompute=recompute)
-            steps.zero_gradients(model)
-            steps.call(schedule, steps.Contract().step, model, items())
+            steps.run(schedule, steps.Contract().step, model, items())
             named = unwrap(model).named_parameters()
             found.append({name: one.main_grad for name, one in named if one.requires_grad})
         stock, own = found
-        terms = {name: float(one.abs().max()) for name, one in stock.items()}
-        assert any(terms.values())
-        steps.assert_gradients(own, steps.Reference(stock, terms), 100)
+        assert any(one.any() for one in stock.values())
+        steps.assert_gradients(own, stock, 100)

@@ -44,13 +44,6 @@ def test_every_keyword_of_megatrons_schedules_is_taken():
     assert_aligned(run(schedule_with(), model, **values), model)
 
 
-def test_the_factory_takes_megatrons_arguments():
-    """pp_size and vp_size, by place or by name, and what later versions add."""
-    for call in ((1, None), ()):
-        made = get_forward_backward_func(*call, schedule_pg_collection=None)
-        assert isinstance(made, PrefixSchedule) and made.config.mode == "on"
-
-
 @pytest.mark.parametrize(
     ("name", "fix"),
     [
@@ -69,7 +62,10 @@ def test_the_factory_refuses_what_it_does_not_know(name, fix):
 
 
 def test_the_factory_takes_what_the_running_megatron_takes(monkeypatch):
-    """A later release may add an argument, and mode "auto" ends no run for it."""
+    """pp_size and vp_size, by place or by name, and what later versions add."""
+    for call in ((1, None), ()):
+        made = get_forward_backward_func(*call, schedule_pg_collection=None)
+        assert isinstance(made, PrefixSchedule) and made.config.mode == "on"
 
     def newer(pp_size=None, vp_size=None, *, of_2030=None): ...
 
@@ -136,25 +132,17 @@ def test_a_configuration_is_given_by_name():
 
 @pytest.mark.parametrize("mode", ["on", "observe"])
 def test_models_and_iterators_may_come_in_lists(mode):
+    def in_lists(*, model, data_iterator, **given):
+        ours = schedule_with(mode=mode)
+        return ours(model=[model], data_iterator=[data_iterator], **given)
+
     model = small_model()
-    schedule = schedule_with(mode=mode)
-    steps.zero_gradients(model)
-    logs = schedule(
-        forward_step_func=Contract().step,
-        data_iterator=[iter(items())],
-        model=[model],
-        num_microbatches=5,
-        seq_length=17,
-        micro_batch_size=1,
-    )
-    assert_aligned((logs, steps.gradients(model)), model)
+    assert_aligned(run(in_lists, model), model)
 
 
 def test_only_the_steps_microbatches_are_taken_from_the_iterator():
-    model = small_model()
     source = iter(items(7))
-    options = dict(model=model, num_microbatches=5, seq_length=17, micro_batch_size=1)
-    logs = schedule_with()(forward_step_func=Contract().step, data_iterator=source, **options)
+    logs, _ = run(schedule_with(), small_model(), data_iterator=source)
     assert [log["uid"] for log in logs] == [0, 1, 2, 3, 4]
     assert [item["uid"] for item in source] == [5, 6]
 

@@ -14,9 +14,10 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import table
 from megatron_prefix.megatron.install import install, language_model
 from tests.harness import hybrid, sparse, steps
+from tests.harness.hybrid import worst
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
-from tests.harness.sparse import model_of, worst
+from tests.harness.sparse import model_of
 
 EXACT = hybrid.limit(128, 2)
 
@@ -153,11 +154,11 @@ def test_other_forwards_of_such_layers_are_refused(absorbed):
 def test_mode_auto_trains_the_indexer_by_the_stock_schedule(is_sparse):
     """Bit for bit."""
     fields = {"dsa_indexer_loss_coeff": 0.5, "dsa_indexer_use_sparse_loss": is_sparse}
-    found = []
-    for schedule in (get_forward_backward_func(), schedule_with(mode="auto")):
-        model = model_of(fields, dtype=torch.float32)
-        steps.call(schedule, steps.Contract().step, model, hybrid.items())
-        found.append(steps.gradients(model))
+    step, data = steps.Contract().step, hybrid.items()
+    found = [
+        steps.run(schedule, step, model_of(fields, dtype=torch.float32), data).gradients
+        for schedule in (get_forward_backward_func(), schedule_with(mode="auto"))
+    ]
     assert any(one.any() for name, one in found[0].items() if ".indexer." in name)
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]), name

@@ -81,11 +81,10 @@ def test_only_what_is_read_is_computed(contract, options, recompute):
     model = small_model(recompute=recompute, wrap_ddp=False)
     expected = steps.plain(model, contract, items())
     schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), **options}))
-    steps.zero_gradients(model)
     with counted(model) as seen:
-        steps.call(schedule, contract.step, model, items())
+        found = steps.run(schedule, contract.step, model, items()).gradients
     forest = schedule.report.forest
-    steps.assert_gradients(steps.gradients(model), expected, forest.raw_tokens)
+    steps.assert_gradients(found, expected, forest.raw_tokens)
     times = 2 if recompute == "full" else 1
     assert num_read(forest) < 0.8 * forest.executed_tokens
     if "memory" not in options:
@@ -99,9 +98,8 @@ def test_routers_see_all_positions():
     """Their losses count positions of the last layer, too; the output layer runs on fewer."""
     model = small_model("tiny-moe", wrap_ddp=False)
     schedule = PrefixSchedule(CONFIG)
-    steps.zero_gradients(model)
     with counted(model) as seen:
-        steps.call(schedule, Contract().step, model, items())
+        steps.run(schedule, Contract().step, model, items())
     forest = schedule.report.forest
     assert seen["mlp 1"] == seen["mlp 0"] == forest.executed_tokens
     assert seen["output"] == num_read(forest)
@@ -138,8 +136,7 @@ def gradients_of(name, layers):
         resolve(name, num_layers=2).with_vocab(64), layout=layout, dtype=torch.float64,
         config_overrides={"pipeline_model_parallel_layout": layers},
     )  # fmt: skip
-    steps.zero_gradients(model)
-    steps.call(PrefixSchedule(CONFIG), Contract().step, model, items())
+    steps.run(PrefixSchedule(CONFIG), Contract().step, model, items())
     # A stage counts its layers from 0, and names with the model's numbers are the same in both.
     return {
         name: parameter.main_grad.clone() for name, parameter in global_parameters(unwrap(model))

@@ -61,9 +61,7 @@ def step_of(number, prompts):
 
 
 def gradients(schedule, model, items):
-    steps.zero_gradients(model)
-    steps.call(schedule, Contract().step, model, items)
-    found = steps.gradients(model)
+    found = steps.run(schedule, Contract().step, model, items).gradients
     steps.zero_gradients(model)
     return found
 
@@ -162,8 +160,7 @@ def steps_of(config, model, items, stock, num):
         except (StepFailed, KeyError) as error:
             said.append(f"{type(error).__name__}: {error}")
             continue
-        expected = steps.Reference(stock, {n: float(g.abs().max()) for n, g in stock.items()})
-        steps.assert_gradients(ours, expected, sum(i["tokens"].numel() for i in items))
+        steps.assert_gradients(ours, stock, sum(i["tokens"].numel() for i in items))
         said.append(schedule.report.why_alone)
     crossed = schedule.report.crossed if schedule.report else None
     return Found(said, time.monotonic() - begin, crossed.received_tokens if crossed else 0)

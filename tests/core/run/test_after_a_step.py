@@ -69,8 +69,7 @@ def test_a_step_holds_next_to_nothing(way, monkeypatch):
     model.zero_grad(set_to_none=True)
     before = held()
     for num in (3, 5, 4):
-        steps.zero_gradients(model)
-        steps.call(schedule, contract.step, model, steps.group(num, num))
+        steps.run(schedule, contract.step, model, steps.group(num, num))
         model.zero_grad(set_to_none=True)
         left = held() - before
         assert not any(one.pool.used_bytes for one in away)
@@ -154,8 +153,7 @@ def test_nothing_of_a_step_waits_for_the_collector(mode):
     gc.disable()
     try:
         for _ in range(4):
-            steps.zero_gradients(model)
-            steps.call(schedule, forward_step, model, steps.group(0, 4))
+            steps.run(schedule, forward_step, model, steps.group(0, 4))
             kept.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
     finally:
         gc.enable()

@@ -26,9 +26,9 @@ from megatron_prefix.run.request import Request
 from megatron_prefix.run.route import Requests
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_group import items
-from tests.harness.pipelines import Result, difference, run_step
+from tests.harness.pipelines import difference
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
+from tests.harness.steps import Contract, run
 
 NUM_STEPS = 3
 PP2, TP2, DP2, EP2 = Layout(pp=2), Layout(tp=2), Layout(dp=2), Layout(dp=2, ep=2)
@@ -58,13 +58,9 @@ def ours(min_speedup=0.01):
     return PrefixSchedule(config)
 
 
-def copied(result):
-    return Result(result.logs, {name: one.clone() for name, one in result.gradients.items()})
-
-
 def stocks_step(chunks, contract):
     """By the stock schedule; steps are alike, as nothing moves weights."""
-    return copied(run_step(get_forward_backward_func(), contract, chunks, items(4)))
+    return run(get_forward_backward_func(), contract.step, chunks, items(4))
 
 
 def difference_of(found, its):
@@ -81,9 +77,9 @@ def difference_of(found, its):
 def a_loss_of_one_rank():
     """A rank's part: what is not stock's in a step that turns out to be odd there, and why."""
     chunks, mine = chunks_of(DP2), ours()
-    run_step(mine, Contract(), chunks, items(4))
+    run(mine, Contract().step, chunks, items(4))
     assert mine.report is not None and mine.report.decision.share
-    found = copied(run_step(mine, Unmasked(), chunks, items(4)))
+    found = run(mine, Unmasked().step, chunks, items(4))
     return difference_of(found, stocks_step(chunks, Unmasked())), mine.report.decision.reason
 
 
@@ -113,7 +109,7 @@ def faulty_job(layout):
         for number in range(NUM_STEPS):
             if dist.get_rank() == 1 and number in fails:
                 setattr(owner, function, None)  # which cannot be called
-            result = run_step(mine, Contract(), chunks, items(4))
+            result = run(mine, Contract().step, chunks, items(4))
             setattr(owner, function, stock)
             assert mine.report is not None
             shared.append(mine.report.decision.share)
@@ -138,7 +134,7 @@ def config_job():
     chunks, mine = chunks_of(PP2), ours()
     unwrap(chunks[0]).config.pipeline_model_parallel_size = 1
     wanted = stocks_step(chunks, Contract())
-    found = run_step(mine, Contract(), chunks, items(4))
+    found = run(mine, Contract().step, chunks, items(4))
     assert mine.report is not None
     return difference(wanted, found, chunks, 100), mine.report.decision.share
 
@@ -154,7 +150,7 @@ def uneven_job():
         data = [{**one, "tokens": (one["tokens"] + 9 * n) % 60} for n, one in enumerate(data)]
     shared = []
     for _ in range(3):
-        run_step(mine, Contract(), chunks, data)
+        run(mine, Contract().step, chunks, data)
         assert mine.report is not None
         shared.append(mine.report.decision.share)
     return shared

@@ -78,9 +78,8 @@ def counted(model, shape, memory, host_layers=0):
     config = PrefixConfig(segment_tokens=wave, chunk_tokens=chunk, min_gain=0, memory=memory)
     config = replace(config, cache_host_layers=host_layers)
     schedule = PrefixSchedule(config)
-    steps.zero_gradients(model)
     with count.counting(), predicted_bytes():
-        steps.call(schedule, Contract().step, model, items)
+        steps.run(schedule, Contract().step, model, items)
     report = schedule.report
     assert report is not None and report.memory is not None and count.now == 0
     packed = max(len({*numbers}) for numbers in trees(report.plan.segments))
@@ -150,9 +149,8 @@ def test_bytes_of_a_segment_that_is_read_in_part(contract):
         inner = unwrap(model)
         count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
         schedule = PrefixSchedule(PrefixConfig(segment_tokens=1024, min_gain=0))
-        steps.zero_gradients(model)
         with count.counting(), predicted_bytes():
-            steps.call(schedule, contract.step, model, items)
+            steps.run(schedule, contract.step, model, items)
         report = schedule.report
         ratios.append(report.memory.saved / (count.peak + report.cache_bytes))
     # Never worse than of a whole segment.  Of logits all positions count: the trainer's answer has

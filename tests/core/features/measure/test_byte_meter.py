@@ -39,8 +39,7 @@ class Step:
     def __init__(self, schedule, model, items, allocator):
         before, allocator.highest = allocator.highest, allocator.used
         with allocator.running():
-            steps.zero_gradients(model)
-            steps.call(schedule, Contract().step, model, items)
+            steps.run(schedule, Contract().step, model, items)
         self.report = schedule.report
         self.limit = schedule.memory.limit
         self.share = schedule.report.decision.share
@@ -123,8 +122,7 @@ def test_where_others_had_the_maximum_moments_are_guessed_once(model):
     allocator.highest = 1e12
     with allocator.running():
         for number in range(3):
-            steps.zero_gradients(model)
-            steps.call(schedule, Contract().step, model, batches("in groups"))
+            steps.run(schedule, Contract().step, model, batches("in groups"))
             assert schedule.report is not None and schedule.report.decision.share == (number > 0)
     [costs] = schedule.requests.costs.values()
     stock, ours = costs.num_bytes[False][0], costs.num_bytes[True][0]

@@ -45,15 +45,7 @@ def model_of(layout, name="tiny-llama"):
 
 
 def run(schedule, chunks, data):
-    for chunk in chunks:
-        steps.zero_gradients(chunk)
-    many = len(chunks) > 1
-    schedule(
-        forward_step_func=Contract().step,
-        data_iterator=[iter(data) for _ in chunks] if many else iter(data),
-        model=chunks if many else chunks[0], num_microbatches=len(data), seq_length=24,
-        micro_batch_size=1, forward_only=False,
-    )  # fmt: skip
+    steps.run(schedule, Contract().step, chunks, data)
 
 
 def learned(layout, path, unequal=False):

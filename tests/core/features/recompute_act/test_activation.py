@@ -44,10 +44,8 @@ def _rank():
 
 def step(model, memory):
     """The gradients of one."""
-    steps.zero_gradients(model)
     config = PrefixConfig(min_gain=0, chunk_tokens=6, kernel="math", memory=memory)
-    steps.call(PrefixSchedule(config), Contract().step, model, items())
-    return {name: gradient.clone() for name, gradient in steps.gradients(model).items()}
+    return steps.run(PrefixSchedule(config), Contract().step, model, items()).gradients
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -94,14 +94,10 @@ def test_batches_that_are_overwritten_reach_stock_as_they_were():
         batch["weight"].mul_(2)  # twice would be wrong
         return output, loss
 
-    model, schedule = small_model(), verifying()
-    steps.zero_gradients(model)
-    logs = steps.call(schedule, step, model, items())
+    schedule = verifying()
+    found = steps.run(schedule, step, small_model(), items())
     assert schedule.report.features["verify"].failure == ""
-    plain = small_model()
-    steps.zero_gradients(plain)
-    expected = steps.call(stock_schedule(), step, plain, items())
-    assert_bitwise((logs, steps.gradients(model)), (expected, steps.gradients(plain)))
+    assert_bitwise(found, steps.run(stock_schedule(), step, small_model(), items()))
 
 
 class Stubborn(Iterator[Any]):
@@ -117,11 +113,7 @@ class Stubborn(Iterator[Any]):
 def test_what_cannot_be_drawn_again_is_shared_unverified(caplog):
     model, schedule = small_model(), verifying()
     for _ in range(2):
-        steps.zero_gradients(model)
-        schedule(
-            forward_step_func=Contract().step, data_iterator=Stubborn(items()), model=model,
-            num_microbatches=5, seq_length=17, micro_batch_size=1, forward_only=False,
-        )  # fmt: skip
+        steps.run(schedule, Contract().step, model, items(), data_iterator=Stubborn(items()))
         assert schedule.report.decision.share
         assert "verify" not in schedule.report.features
     assert caplog.text.count("cannot be compared") == 1

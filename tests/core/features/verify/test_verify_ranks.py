@@ -70,8 +70,7 @@ def train(layout, model, faulty, config):
     items = data(shard, 4, alike=shard == 0 or layout.ep == 1)
     gradients, verifications = [], []
     for chunk, run in zip(made, (schedule, stock_schedule()), strict=True):
-        steps.zero_gradients(chunk)
-        steps.call(run, Contract().step, chunk, items)
+        steps.run(run, Contract().step, chunk, items)
         gradients.append(
             [bucket.grad_data.clone() for group in chunk.bucket_groups for bucket in group.buckets]
         )

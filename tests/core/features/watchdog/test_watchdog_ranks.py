@@ -14,9 +14,9 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness.pipelines import build_chunks, config_of, microbatches, rollouts_of, run_step
+from tests.harness.pipelines import build_chunks, config_of, microbatches, rollouts_of
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
+from tests.harness.steps import Contract, run
 
 SOON_S, SLEEP_S = 0.3, 1.5
 
@@ -53,7 +53,7 @@ def step_with_a_slow_rank(layout, prefix, late):
         return stock(*args, **options)
 
     SegmentInputs.call = slow
-    run_step(schedule, Contract(), chunks, batches)
+    run(schedule, Contract().step, chunks, batches)
     return kept.lines
 
 

@@ -52,9 +52,8 @@ def saved(schedule, model, items):
     """The most bytes that autograd and the sidecar hold in a step, and its gradients."""
     inner = unwrap(model)
     count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
-    steps.zero_gradients(model)
     with count.counting(), predicted_bytes():
-        steps.call(schedule, Contract().step, model, items)
+        steps.run(schedule, Contract().step, model, items)
     cache = schedule.report.cache_bytes if isinstance(schedule, PrefixSchedule) else 0
     return count.peak + cache, [p.main_grad.clone() for p in model.parameters()]
 

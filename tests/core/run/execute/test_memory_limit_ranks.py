@@ -71,15 +71,8 @@ def step(schedule, chunks, items):
     count = SavedBytes(
         addresses(*(t for c in chunks for t in (*unwrap(c).parameters(), *unwrap(c).buffers())))
     )
-    for chunk in chunks:
-        steps.zero_gradients(chunk)
     with count.counting(), predicted_bytes():
-        schedule(
-            forward_step_func=Contract().step, num_microbatches=len(items), forward_only=False,
-            data_iterator=[iter(items) for _ in chunks] if len(chunks) > 1 else iter(items),
-            model=chunks if len(chunks) > 1 else chunks[0],
-            seq_length=items[0]["tokens"].shape[1], micro_batch_size=2,
-        )  # fmt: skip
+        steps.run(schedule, Contract().step, chunks, items)
     cache = schedule.report.cache_bytes if isinstance(schedule, PrefixSchedule) else 0
     gradients = [p.main_grad.flatten() for chunk in chunks for p in chunk.parameters()]
     return count.peak + cache, torch.cat(gradients)
