@@ -180,6 +180,7 @@ class Footprint:
         pool, pool_length: waves, and segments that run again, of up to `pool_length` positions are
             computed one after another in one place, which is there all the time: `pool` bytes for
             each position of the longest of them, in every model chunk. 0: in places of their own.
+        spared: of what a segment keeps, what it keeps there.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
             which segments a segment reads; None: there are no further messages.
     """
@@ -196,6 +197,7 @@ class Footprint:
     state_grad: float = 0.0
     pool: float = 0.0
     pool_length: int = 0
+    spared: float = 0.0
     buffers: BuffersOf | None = None
 
     def of(self, plan: Plan) -> PlanMemory:
@@ -310,17 +312,12 @@ class _Segments:
         return self.positions * row + self._spans + self.scored_bytes
 
     def pooled(self, policy: NDArray[Any]) -> tuple[NDArray[np.float64], float]:
-        """Bytes of segments in the pool, [segments], and of the pool of a model chunk."""
+        """Bytes that segments keep in the pool, [segments], and of the pool of a model chunk."""
+        sizes = self._footprint.spared, self._footprint.pool
         act = self._footprint.act * (policy == "recompute_act")
         inside = self._fits & np.where(self.inner, policy == "recompute", policy != "offload")
-        sizes = inside * self.positions * np.maximum(0.0, self._footprint.pool - act)
-        return sizes, sizes.max(initial=0.0)
-
-    def outside(
-        self, saved: NDArray[np.float64], pooled: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """What of these bytes is in no pool."""
-        return np.maximum(saved - pooled, np.minimum(saved, self.scored_bytes))
+        spared, pool = (inside * self.positions * np.maximum(0.0, size - act) for size in sizes)
+        return spared, pool.max(initial=0.0)
 
     def kept(self, saved: NDArray[np.float64], policy: NDArray[Any]) -> NDArray[np.float64]:
         """Bytes of a segment between its forward and its backward."""
@@ -474,7 +471,7 @@ class PlanMemory:
         policy, segments = self._names(policies), self._segments
         saved, away = segments.saved(policy == "recompute_act"), policy == "offload"
         pooled, pool = segments.pooled(policy)
-        saved = segments.outside(saved, pooled)
+        saved = np.maximum(saved - pooled, np.minimum(saved, segments.scored_bytes))
         own = self._at(segments.kept(saved, policy))
         again = self._at(segments.again(saved, policy)) * (self._back | away[self._segment])
         # Received payloads are in the sidecar before the action computes.

@@ -27,6 +27,8 @@ MOST_LATE = 4
 """Steps in a row that capture graphs, and take too long, before the next one decides."""
 LAUNCHES = 0.1
 """What an action's launches take with graphs, of what they take without, until that is measured."""
+LIGHT = "recompute_act"
+"""The policy of segments whose activations alone run again."""
 ENOUGH = 2
 """Steps with sharing that were timed before graphs are tried."""
 
@@ -37,10 +39,20 @@ class Held(NamedTuple):
     Attributes:
         pool: sets for segments that soon give them back.
         inner: the others.
+        light_pool, light_inner: of either, sets for segments whose activations run again alone.
     """
 
     pool: float = 0.0
     inner: float = 0.0
+    light_pool: float = 0.0
+    light_inner: float = 0.0
+
+    def of_all(self, act: float) -> tuple[float, float]:
+        """Of sets of both kinds for segments of which nothing runs again, where others save `act`
+        bytes a position less."""
+        pairs = (self.pool, self.light_pool), (self.inner, self.light_inner)
+        pool, inner = (max(size, light and light + act) for size, light in pairs)
+        return pool, inner
 
     @classmethod
     def most(cls, several: Iterable[Held]) -> Held:
@@ -142,21 +154,27 @@ class Needs(NamedTuple):
     Attributes:
         longest: positions of the longest segment that soon gives its set back.
         kept: segments that keep theirs from their forward to their backward.
+        plain, kept_plain: of these, those of which more than activations runs again, or nothing.
     """
 
     longest: int
     kept: int
+    plain: int = 0
+    kept_plain: int = 0
 
     @classmethod
     def of(cls, plan: Plan, most: int) -> Needs:
         """Of a plan whose segments of up to `most` positions have graphs."""
-        lengths, kept = [0], 0
+        lengths, plain, kept, kept_plain = [0], [0], 0, 0
         for number, segment in enumerate(plan.segments):
             if segment.source < 0 and segment.padded_length <= most:
-                passes = not segment.inner or plan.policy(number) == "recompute"
-                lengths += [segment.padded_length] * passes
+                policy, length = plan.policy(number), segment.padded_length
+                passes, is_plain = not segment.inner or policy == "recompute", policy != LIGHT
+                lengths += [length] * passes
+                plain += [length] * (passes and is_plain)
                 kept += not passes
-        return cls(max(lengths), kept)
+                kept_plain += is_plain and not passes
+        return cls(max(lengths), kept, max(plain), kept_plain)
 
 
 def with_graphs(times: CostModel) -> CostModel:

@@ -40,8 +40,10 @@ IN_THE_WAY = (
 """Options of Megatron with which a layer is not the same launches in every segment of a length."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 CHANGED = "what a layer gives the next was replaced between them: set graph_tokens to 0"
-ROOM = 1.125
+ROOM = 1.0625
 """How much longer sets for segments that soon give them back may be than a step's longest one."""
+LIGHTER = 0.875
+"""What a set for segments whose activations run again holds, about, of what others do."""
 SEEN_BEFORE = 1
 """A length has graphs after so many segments of it: what is compiled for it is compiled there."""
 
@@ -218,8 +220,12 @@ class LayerGraphs:
         self._is_new, self.captured, self._recomputed = True, False, recomputed
         if needs is not None:
             longest = ROOM * needs.longest / self._ranks
+            plain = max(LIGHTER * longest, ROOM * needs.plain / self._ranks)
             passes = [g for g in self._free if g.passes and g.most <= longest]
-            self._free = [*passes, *[g for g in self._free if not g.passes][: needs.kept]]
+            passes = [g for g in passes if _more_than_light(g) <= plain]
+            kept = [g for g in self._free if not g.passes]
+            kept = [g for g in kept if needs.kept_plain or not _more_than_light(g)]
+            self._free = [*passes, *kept[: needs.kept]]
 
     def _look(self) -> None:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
@@ -274,11 +280,12 @@ class LayerGraphs:
 
     @property
     def held(self) -> Held:
-        """What its sets hold, of either kind the one with most."""
-        kinds: tuple[list[float], list[float]] = [0.0], [0.0]
+        """What its sets hold, of each kind the one with most."""
+        kinds: tuple[list[float], ...] = [0.0], [0.0], [0.0], [0.0]
         for graphs in self.sets:
             size = cuda.uncounted_bytes([graphs.pool]) + graphs.placed_bytes
-            kinds[not graphs.passes].append(size / (graphs.most * self._ranks))
+            is_light = graphs.longest(taps_mlps=False) < LIGHTER * graphs.most
+            kinds[2 * is_light + (not graphs.passes)].append(size / (graphs.most * self._ranks))
         return Held(*map(max, kinds))
 
     @property
@@ -412,6 +419,12 @@ class LayerGraphs:
 def _hooks(modules: Iterable[Any]) -> Iterator[Any]:
     fields = map(vars, modules)
     return (hook for owned in fields for name in _HOOKS for hook in owned[name].values())
+
+
+def _more_than_light(graphs: SegmentGraphs) -> int:
+    """Positions for which a set holds more than those segments need whose activations run again,
+    although it is used for such; 0: none."""
+    return graphs.longest(taps_mlps=True) and graphs.longest(taps_mlps=False)
 
 
 def _leave(context: SegmentContext, layers: Sequence[int]) -> None:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _CHOICE, _RAN, _ARENAS, _CAPTURED = "choice", "ran", "arenas", "captured"
 _HELD, _TIMED, _RESERVED, _LENT = "held", "timed", "reserved", "lent"
+COPIES = 3
+"""Hidden states a position that a segment keeps in front of graphs and behind them."""
 TIMED = 3
 """Shared steps with graphs that are timed, once their use is settled."""
 MOST_CAPTURED = 4
@@ -94,10 +96,16 @@ class Graphs(StepPart):
         if self.rank.forward_only or not self.even:
             return footprint
         held: Held = self.kept.get(_HELD, Held())
-        pool, inner = (size * footprint.parts for size in held)
+        copies = COPIES * footprint.message
+        act = footprint.act / footprint.parts
+        pool, inner = (size * footprint.parts for size in held.of_all(act))
+        # Layers with graphs are those that inner segments run whole.
+        spared = min([pool, *(max(0.0, of.inner - copies) for of in footprint.stages)])
+        inner += copies if inner else 0.0
         stages = tuple(of._replace(inner=max(of.inner, inner)) for of in footprint.stages)
-        pool = pool or max((of.wave for of in stages), default=0.0)
-        return replace(footprint, stages=stages, pool=pool, pool_length=self.even)
+        if not pool:
+            pool = spared = max((of.wave for of in stages), default=0.0)
+        return replace(footprint, stages=stages, pool=pool, pool_length=self.even, spared=spared)
 
     def times(self, times: CostModel) -> CostModel:
         """See StepPart. Where graphs are tried, segments are planned for them: shorter ones, of

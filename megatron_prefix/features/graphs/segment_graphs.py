@@ -90,6 +90,11 @@ class SegmentGraphs:
         self._kept: list[Tensor] = []
         self.made: dict[GraphForm, dict[int, Sides]] = {}
 
+    def longest(self, *, taps_mlps: bool) -> int:
+        """Positions of the longest form whose MLPs run otherwise than by their forward, or of
+        another; 0 without one."""
+        return max((f.positions for f in self.made if f.taps_mlps == taps_mlps), default=0)
+
     def begin(self, arguments: Mapping[str, Any], context: SegmentContext) -> None:
         """Copies a segment's rotary embeddings, the rows that its layers look up at its positions,
         and what its attention sees, into the buffers that its graphs read."""

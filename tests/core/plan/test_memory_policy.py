@@ -65,18 +65,21 @@ def test_segments_that_take_turns_in_a_pool_keep_nothing():
         (StageBytes(inner=2.0, wave=3.0, scored=0.5, moment=1.0),), ((),), 0.0, layers=2
     )
     assert peak((), own) == 512 * 2 + 256 * (3 + 0.5 + 1)
-    waves = replace(own, pool=4.0, pool_length=256)
+    waves = replace(own, pool=4.0, pool_length=256, spared=4.0)
     # It is there while the prompt runs, too, which has more for its duration.
     assert peak((), waves) == 256 * 4 + 512 * (2 + 1) > 512 * 2 + 256 * (4 + 0.5 + 1)
     again = ("recompute", *("retain",) * 4)
     assert peak(again, waves) == max(256 * (4 + 0.5 + 1), 256 * 4 + 512 * (2 + 1))
     # The prompt runs again in the same place, which is as long as the prompt all the time.
-    both = replace(own, pool=4.0, pool_length=512)
+    both = replace(waves, pool_length=512)
     assert peak(again, both) == 512 * (4 + 1)
     assert peak((), both) == peak((), waves)
     # What graphs do not have of a wave is kept as before.
-    part = replace(own, pool=1.0, pool_length=256)
+    part = replace(waves, pool=1.0, spared=1.0)
     assert peak((), part) == peak((), own)
+    # So is what is there besides where the pool holds more than a wave spares.
+    spared = replace(waves, spared=2.0)
+    assert peak((), spared) == 256 * 4 + 512 * 2 + 256 * (3 + 0.5 - 2 + 1) > peak((), waves)
     light = policies(plan.segments, "recompute_act")
     dropped = replace(waves, act=1.5)
     assert peak(light, dropped) == 256 * 2.5 + 512 * (0.5 + 1 + 1.5 / 2)

@@ -260,30 +260,60 @@ def test_plans_know_what_graphs_hold():
     graphs.kept, graphs.rank = {}, SimpleNamespace(forward_only=False)
     vars(graphs)["even"] = 64
     plain = Footprint((StageBytes(2.0, 3.0), StageBytes(4.0, 1.0)), ((), ()), 0.0, 2, parts=2)
-    assert graphs.footprint(plain) == replace(plain, pool=3.0, pool_length=64)
+    assert graphs.footprint(plain) == replace(plain, pool=3.0, pool_length=64, spared=3.0)
     graphs.learn(choice.Held.most([choice.Held(5.0, 1.5), choice.Held(4.0)]))
     graphs.learn(choice.Held())
     stages = StageBytes(3.0, 3.0), StageBytes(4.0, 1.0)
-    assert graphs.footprint(plain) == replace(plain, stages=stages, pool=10.0, pool_length=64)
+    known = dict(pool=10.0, pool_length=64, spared=2.0)  # as much as an inner segment keeps
+    assert graphs.footprint(plain) == replace(plain, stages=stages, **known)
+    # Of sets for segments whose activations run again others' bytes are known, too.
+    graphs.learn(choice.Held(light_pool=6.0))
+    assert graphs.footprint(replace(plain, act=0.5)).pool == 12.5
+    copied = graphs.footprint(replace(plain, message=0.5))  # hidden states at both ends of graphs
+    assert (copied.spared, copied.stages[0].inner) == (0.5, 4.5)
     vars(graphs)["even"] = 0
     assert graphs.footprint(plain) is plain
 
 
-def test_sets_that_a_plan_does_not_count_go_before_it_runs(recorded_graphs):
+def _after_two_steps():
+    """What has the sets of graphs, and the last step's plan."""
     model, schedule = small_model(), PrefixSchedule(config(memory="retain"))
     for seed in range(2):
         groups = list(generate(2, 40, 9, 4, vocab_size=64, seed=0))
         align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
     graphs, report = made(model), schedule.report
     assert report is not None
-    needs = choice.Needs.of(report.plan, graphs.most)
+    return graphs, report.plan
+
+
+def test_sets_that_a_plan_does_not_count_go_before_it_runs(recorded_graphs):
+    graphs, plan = _after_two_steps()
+    needs = choice.Needs.of(plan, graphs.most)
     passes = [one.most for one in graphs.sets if one.passes]
     assert passes and needs.longest == max(passes) and needs.kept >= len([*graphs.sets]) - 1 > 0
     graphs.begin_step(needs=needs)
     assert len([*graphs.sets]) == len(passes) + min(needs.kept, len([*graphs.sets]) - len(passes))
     graphs.begin_step(needs=choice.Needs(max(passes) - 1, 1))  # lengths of waves differ a little
     assert [one.passes for one in graphs.sets].count(True) == len(passes)
+    kept = len([*graphs.sets]) - len(passes)
+    assert kept == 1
+    # Graphs for segments whose activations run again save nothing where others are beside them.
+    light = needs._replace(plain=0, kept_plain=0)
+    graphs.begin_step(needs=light)
+    for several in graphs.sets:
+        several.made |= {f._replace(taps_mlps=True): s for f, s in several.made.items()}
+    graphs.begin_step(needs=needs)
+    assert len([*graphs.sets]) == len(passes) + kept
+    graphs.begin_step(needs=light._replace(kept_plain=1))
+    assert [several.passes for several in graphs.sets] == [False]
+    graphs.begin_step(needs=light)
+    assert not [*graphs.sets]
+
+
+def test_a_set_that_is_too_long_goes_before_a_step(recorded_graphs):
+    graphs, plan = _after_two_steps()
+    passes = [one.most for one in graphs.sets if one.passes]
     graphs.begin_step(needs=choice.Needs(max(passes) // 2, 1))
     assert [one.passes for one in graphs.sets] == [False]
-    graphs.begin_step(needs=choice.Needs.of(replace(report.plan, policies=()), 0))
+    graphs.begin_step(needs=choice.Needs.of(replace(plan, policies=()), 0))
     assert not [*graphs.sets]
