@@ -165,7 +165,6 @@ class HuggingfaceAttention(MegatronModule):
         self, hidden_states: Tensor, attention_mask: Any, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
         """[positions on this rank, 1, hidden_size]"""
-        assert packed_seq_params is not None
         group = parallel_state.get_tensor_model_parallel_group()
         if self.args.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(

@@ -8,20 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.verify.judge import longest_sums
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, dense_vocabulary
-from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.numerics.compare import Conditions, Trace, compare
 from megatron_prefix.lab.plans import catalogue
 from megatron_prefix.lab.runtime import Layout
 from tests.harness import steps
 from tests.harness.data import REPOSITORY
-from tests.harness.steps import Microbatch, Result
+from tests.harness.steps import Microbatch
 
 FOLDER = REPOSITORY / "schedules"
 SHAPES = {shape.name: shape for shape in catalogue.read_catalogue(FOLDER)[0]}
@@ -58,17 +54,3 @@ def microbatches(groups: Sequence[Group]) -> list[Microbatch]:
         steps.microbatch([pairs], number, uid, vocab=1 << 30)
         for uid, (pairs, number) in enumerate(zip(rollouts, numbers, strict=True))
     ]
-
-
-def difference(expected: Result, found: Result, chunks: list[Any], tokens: int) -> str:
-    """Where two results differ by more than the numerics policy; "" for nowhere."""
-    uids = [log["uid"] for log in found.logs]
-    if [log["uid"] for log in expected.logs] != uids:
-        return f"logs of {uids}"
-    traces = [
-        Trace(torch.tensor([log["loss"].double() for log in result.logs]), result.gradients)
-        for result in (expected, found)
-    ]
-    width, depth = longest_sums(unwrap(chunks[0]).config)
-    conditions = Conditions(torch.float64, tokens, width, depth)
-    return "; ".join(compare(*traces, conditions).failures)

@@ -167,7 +167,6 @@ def traffic(recompute, reduce, options):
     schedule = PrefixSchedule(PrefixConfig(min_gain=0, cp_reduce=reduce, **options))
     with Traffic(parallel_state.get_context_parallel_group()) as counted:
         align.run_step(schedule, chunks, items)
-    assert schedule.report is not None
     forest, program = schedule.report.forest, schedule.report.plan.actions_of(0, 0)
     together = max(len({*numbers}) for numbers in trees(forest.segments))
     assert (together > 1) == (options == PACKED)

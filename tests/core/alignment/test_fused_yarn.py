@@ -55,7 +55,6 @@ def worst(form, expected):
     model = model_of()
     ours = PrefixSchedule(PrefixConfig(min_gain=0, kernel="math", chunk_tokens=7))
     found = steps.run(ours, contract.step, model, data).gradients
-    assert ours.report is not None
     forest = ours.report.forest
     assert forest.executed_tokens < forest.raw_tokens
     return max(
@@ -93,7 +92,6 @@ def test_packs_and_rows_in_one_step_are_refused():
 def test_an_attention_of_another_forward_is_refused(monkeypatch):
     model = unwrap(model_of())
     part = table.payload_parts(model)[0]
-    assert part.kind is not None
     assert not [*part.kind.option_refusals(part.module, model.config)]
     monkeypatch.setattr(fused_yarn, "is_known", lambda module: False)
     (found,) = part.kind.option_refusals(part.module, model.config)

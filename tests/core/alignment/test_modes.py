@@ -92,7 +92,6 @@ def test_a_budget_that_sharing_exceeds_is_kept_by_stock():
     with predicted_bytes():
         run(rich, model)
     assert rich.report is not None and rich.report.decision.share
-    assert rich.report.memory is not None
     peak_gb = rich.report.memory.peak / 2**30
     less: dict[str, Any] = dict(memory_budget_gb=0.9 * peak_gb, memory="retain")
     poor = schedule_with(mode="auto", min_speedup=0.01, **less)
@@ -112,6 +111,5 @@ def test_falling_back_is_counted_over_steps():
     for least in (100.0, 0.01, 100.0):
         object.__setattr__(schedule.config, "min_speedup", least)
         run(schedule, model)
-        assert schedule.report is not None
         counts.append(schedule.report.fallback_count)
     assert counts == [1, 1, 2]

@@ -83,6 +83,14 @@ def test_a_megatron_without_the_function_is_an_error(monkeypatch):
         auto.on(PrefixConfig())
 
 
+def python(code, environ):
+    """A new process that runs the code."""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env=environ,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
 def test_a_megatron_that_is_imported_later_gets_it():
     """As verl's plugin and slime's first function turn it on."""
     code = """
@@ -103,10 +111,7 @@ auto.off()  # `early` is a global of __main__, and is restored, too
 assert early is schedules.get_forward_backward_func and not hasattr(early, "stock")
 assert not any(type(one).__module__.startswith("megatron_prefix") for one in sys.meta_path)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, env={"MEGATRON_PREFIX_MIN_GAIN": "7"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = python(code, {"MEGATRON_PREFIX_MIN_GAIN": "7"})
     assert done.returncode == 0, done.stderr
 
 
@@ -242,10 +247,7 @@ def test_a_bad_file_is_one_line(text, message, tmp_path):
 
 def test_a_bad_variable_ends_a_trainer_that_hides_plugin_errors():
     code = "try:\n    import megatron_prefix.auto.on_import\nexcept Exception:\n    pass\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, env={"MEGATRON_PREFIX_MODE": "maybe"},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = python(code, {"MEGATRON_PREFIX_MODE": "maybe"})
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("megatron_prefix: MEGATRON_PREFIX_MODE: mode is 'maybe': give one of")
@@ -262,10 +264,7 @@ print(sys.meta_path != finders, "megatron" in sys.modules)
 
 def plugin(environ):
     """Exit code, stdout and stderr of a process that verl's plugin is imported in."""
-    done = subprocess.run(
-        [sys.executable, "-c", STATE], cwd=REPOSITORY, env=environ,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = python(STATE, environ)
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 

@@ -54,34 +54,6 @@ def test_any_strides_without_copies(name, layout):
     check(KERNELS[name], CASES["equal rollouts"], torch.float32, layout)
 
 
-@pytest.mark.parametrize("window", [1, 4, 9, 100])
-def test_a_window_of_math_is_a_mask(window):
-    """Causal runs with as many keys as queries, and with more; against the formula by rows."""
-    kernel = KERNELS["math"].windowed(window)
-    assert kernel is not None and KERNELS["math"].window is None
-    draw = torch.Generator().manual_seed(0)
-    for queries, keys in (((7, 12), (7, 12)), ((7, 12), (15, 14))):
-        q, dout = (torch.randn(19, 4, 8, generator=draw, dtype=torch.float64) for _ in "ab")
-        k, v = (torch.randn(sum(keys), 2, 8, generator=draw, dtype=torch.float64) for _ in "ab")
-        for x in (q, k, v):
-            x.requires_grad_()
-        part = kernel.forward(q, k, v, Runs(queries, keys, causal=True), 0.3)
-        grads = kernel.backward(dout, q, k, v, *part, Runs(queries, keys, causal=True), 0.3)
-        rows, first, begin = [], 0, 0
-        for length, seen in zip(queries, keys, strict=True):
-            for number in range(length):
-                last = begin + seen - length + number
-                low = max(begin, last - window)
-                heads = [x[low : last + 1].repeat_interleave(2, 1) for x in (k, v)]
-                scores = 0.3 * torch.einsum("hd,khd->hk", q[first + number], heads[0])
-                rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), heads[1]))
-            first, begin = first + length, begin + seen
-        wanted = torch.stack(rows)
-        wanted.backward(dout)
-        for found, x in zip((part.out, *grads), (wanted, q.grad, k.grad, v.grad), strict=True):
-            assert x is not None and torch.allclose(found, x, rtol=0, atol=1e-12)
-
-
 class _Recorded(operators.MathKernel):
     def __init__(self):
         self.calls = []
@@ -358,7 +330,6 @@ def test_backward_stays_with_the_forwards_kernel(pair):
 # The log-sum-exp merge against one softmax over all keys, and its corner cases --------------------
 
 HEADS, DIM, ROWS = 4, 8, 11
-MATH = KERNELS["math"]
 
 
 def random_rows(num, heads, dtype, seed):
@@ -370,26 +341,6 @@ def random_part(seed, dtype=torch.float64, rows=ROWS):
     out = random_rows(rows, HEADS, dtype, seed)
     lse = random_rows(rows, HEADS, torch.float64, seed + 1000).sum(-1).T.contiguous()
     return Partial(out, lse if dtype is torch.float64 else lse.float())
-
-
-def softmax_attention(q, k, v):
-    """One softmax over all keys."""
-    weights = (q.transpose(0, 1) @ k.permute(1, 2, 0)).softmax(-1)
-    return (weights @ v.transpose(0, 1)).transpose(0, 1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(5, 9), (1, 1), (3, 20, 7, 1), (2,) * 9], ids=str)
-def test_merged_blocks_are_one_softmax(sizes, dtype):
-    q, k, v = (random_rows(n, HEADS, dtype, i) for i, n in enumerate((ROWS, *(2 * [sum(sizes)]))))
-    blocks = zip(k.split(sizes), v.split(sizes), strict=True)
-    out, lse = merge(
-        [MATH.forward(q, *block, Runs.dense(ROWS, len(block[0])), 1.0) for block in blocks]
-    )
-    whole = MATH.forward(q.double(), k.double(), v.double(), Runs.dense(ROWS, len(k)), 1.0)
-    assert out.dtype == dtype and out.is_contiguous()
-    assert_close(out, softmax_attention(q.double(), k.double(), v.double()), sum(sizes), dtype)
-    assert_close(lse, whole.lse, sum(sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

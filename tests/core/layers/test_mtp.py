@@ -1,11 +1,14 @@
 """Multi-token prediction, one layer, in segments: what tests/test_cases.py does not compare."""
 
 from types import MethodType
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+from torch import Tensor
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.mtp.methods import WithoutLabels, without_labels
@@ -13,31 +16,92 @@ from megatron_prefix.features.mtp.part import MultiToken
 from megatron_prefix.lab import numerics
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.megatron.install import installed
+from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import calls, failures, hybrid, steps
 from tests.harness.calls import Form, Trainer
 from tests.harness.failures import Countdown, Fault
-from tests.harness.mtp import assert_same, masked, model_of, run
 from tests.harness.mtp_keyword import keyword
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import one_rank
-from tests.harness.steps import Contract
+from tests.harness.one_rank import small_model
+from tests.harness.steps import Contract, Microbatch
+
+FACTOR = 3.0
+"""Of the loss: what is wrong in it must not vanish beside the model's own."""
+
+
+def model_of(**options: Any) -> Any:
+    """A small model with the layer; equal arguments give equal weights."""
+    over = {"mtp_loss_scaling_factor": FACTOR, **options.pop("config_overrides", {})}
+    spec = {"mtp_num_layers": 1, **options.pop("spec", {})}
+    return small_model(spec=spec, config_overrides=over, **options)
+
+
+def masked() -> list[Microbatch]:
+    """Labels are zero where they carry no loss, and prompts that begin alike go on differently."""
+    found = hybrid.items()
+    draw = np.random.default_rng(7)
+    for item in found[:2]:  # the pair (input, label) is the others', the next input is not
+        item["tokens"][:, 11:29] = torch.from_numpy(draw.integers(0, 60, 18))
+    for item in found:
+        item["labels"] = item["labels"] * (item["loss_mask"] != 0)
+    return found
+
+
+class Found(NamedTuple):
+    """What a step gave: logs of losses, gradients, Megatron's log of this loss and of the routers'
+    losses, and their biases."""
+
+    logs: list[Any]
+    gradients: dict[str, Tensor]
+    logged: dict[str, Tensor]
+
+
+def run(
+    schedule: Any, model: Any, contract: Contract, items: list[Microbatch], **options: Any
+) -> Found:
+    """A step of a trainer; biases of experts are put back afterwards."""
+    tracker, inner = MTPLossLoggingHelper.tracker, unwrap(model)
+    tracker.clear()
+    forget_logged_losses()
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(17.0))  # of another step
+    before = [buffer.clone() for buffer in inner.buffers()]
+    contract.configure(model)
+    step = options.pop("step", contract.step)
+    logs, gradients = steps.run(schedule, step, model, items, **options)
+    logged = {name: value.clone() for name, value in tracker.items() if "values" in name}
+    logged |= logged_losses()
+    logged |= {name: one.clone() for name, one in inner.named_buffers() if "bias" in name}
+    for buffer, value in zip(inner.buffers(), before, strict=True):
+        buffer.copy_(value)
+    return Found(logs, gradients, logged)
+
+
+def assert_same(found: Found, expected: Found, items: list[Microbatch]) -> None:
+    """By the numerics policy; Megatron keeps its log in float32."""
+    num = sum(item["tokens"].numel() for item in items)
+    steps.assert_gradients(found.gradients, expected.gradients, num)
+    limit = numerics.tolerance(torch.float64, num)
+    for ours, theirs in zip(found.logs, expected.logs, strict=True):
+        if isinstance(theirs, dict):
+            assert abs(ours["loss"] - theirs["loss"]) <= limit * (1 + abs(theirs["sum"]))
+    assert found.logged.keys() == expected.logged.keys()
+    limit = numerics.tolerance(torch.float32, len(items))
+    for name, theirs in expected.logged.items():
+        torch.testing.assert_close(found.logged[name], theirs, rtol=limit, atol=0.0)
 
 
 def step_of(model):
     """What the layer of a model that has run reads now."""
     hooks = installed(model)
-    assert hooks is not None
     inside = hooks.kept[MultiToken]
     return inside.step
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def test_next_inputs_are_shared_and_no_more():
@@ -60,7 +124,6 @@ def executed_without(items):
     schedule = schedule_with()
     model = model_of(spec={"mtp_num_layers": None})
     steps.call(schedule, Contract().step, model, items)
-    assert schedule.report is not None
     return schedule.report.forest.executed_tokens
 
 

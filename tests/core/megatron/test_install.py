@@ -214,22 +214,3 @@ def test_what_runs_is_taken_back_after_an_exception():
         raise KeyboardInterrupt
     assert hooks.current is None and unwrap(model).post_process is True
     assert model(*[torch.arange(4)[None]] * 2, None).shape == (1, 4, 128)
-
-
-@pytest.mark.parametrize("positions", [[5, 6, 7, 8], [0, 1, 5, 6], [100, 3, 3, 64]])
-def test_every_row_gets_the_rotary_embedding_of_its_position(positions):
-    model = small_model()
-    hooks = install(model, "math")
-    hooks.prepare(max(positions))
-    seen = {}
-    gpt = unwrap(model)
-    gpt.decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
-    )
-    tokens = torch.arange(4)[None]
-    with hooks.running(context(positions)):
-        model(tokens, torch.tensor([positions]), None, labels=tokens)
-    whole = gpt.rotary_pos_emb.get_emb(101)
-    assert torch.equal(seen["rotary_pos_emb"], whole[positions])
-    model(tokens, torch.arange(4)[None], None, labels=tokens)
-    assert torch.equal(seen["rotary_pos_emb"], whole[:4])

@@ -1,6 +1,7 @@
 """Models from specs: the same in every layout, and trained by Megatron's stock schedule."""
 
 import dataclasses
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,20 +9,93 @@ import torch
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models import weights
-from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
 from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.tree import cp_layout
+from tests.harness import steps
 from tests.harness.ranks import run_ranks
-from tests.harness.stock import (
-    LENGTH,
-    NUM_MICROBATCHES,
-    VOCAB,
-    microbatches,
-    named_parameters,
-    train_one_step,
-)
+
+LENGTH, NUM_MICROBATCHES, VOCAB = 24, 4, 97
+
+
+class RankResult(NamedTuple):
+    """What one rank holds after a step; parameters by their name in the whole model.
+
+    splits: the dimension along which tensor parallelism has cut a parameter, -1 if none.
+    """
+
+    losses: list[float]
+    grads: dict[str, torch.Tensor]
+    params: dict[str, torch.Tensor]
+    splits: dict[str, int]
+    tp_rank: int
+
+
+def microbatches(layout):
+    """This rank's microbatches of tokens [1, LENGTH + 1]; the world has NUM_MICROBATCHES."""
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(11)
+    every = torch.randint(0, VOCAB, (NUM_MICROBATCHES, 1, LENGTH + 1), generator=generator)
+    return list(every.chunk(layout.dp)[parallel_state.get_data_parallel_rank()])
+
+
+def forward_backward(chunks, data):
+    """Megatron's schedule over `data`; the losses, on the last stage.
+
+    Of context-parallel ranks each runs its zig-zag slices; the first one has the losses.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    group = parallel_state.get_context_parallel_group()
+    held = torch.from_numpy(cp_layout.rank_positions(LENGTH, group.rank(), group.size()))
+
+    def loss_of(losses):
+        loss = losses.sum() / LENGTH
+        whole = loss.detach().clone()
+        torch.distributed.all_reduce(whole, group=group)
+        return loss, {"loss": whole}
+
+    def forward_step(iterator, model):
+        tokens = next(iterator)["tokens"]
+        return model(tokens[:, held], held[None], None, labels=tokens[:, held + 1]), loss_of
+
+    items = [{"tokens": tokens} for tokens in data]
+    stock = get_forward_backward_func()
+    logs = steps.run(stock, forward_step, chunks, items, seq_length=LENGTH).logs
+    return [log["loss"].item() for log in logs if group.rank() == 0]
+
+
+def named_parameters(chunks):
+    """This rank's parameters by their name in the whole model."""
+    return dict(pair for chunk in chunks for pair in weights.global_parameters(unwrap(chunk)))
+
+
+def train_one_step(name, layout, *, overrides=None, **options):
+    """Join the job, build the model, and do one step; `options` go to `build_model`."""
+    runtime.initialize(layout)
+    spec = resolve(name, **(overrides or {})).with_vocab(VOCAB)
+    chunks = build_model(spec, layout=layout, **options)
+    # A large eps, so that the update does not magnify the rounding of small gradients.
+    optimizer = build_optimizer(chunks, lr=1e-3, eps=1e-3, clip_grad=0.0)
+    losses = forward_backward(chunks, microbatches(layout))
+    parameters = named_parameters(chunks)
+    grads = {name: parameter.main_grad.clone() for name, parameter in parameters.items()}
+    success, _, _ = optimizer.step()
+    if not success:
+        raise RuntimeError("the optimizer skipped the step")
+    from megatron.core import parallel_state
+
+    return RankResult(
+        losses, grads, {name: parameter.detach().clone() for name, parameter in parameters.items()},
+        {n: p.partition_dim if p.tensor_model_parallel else -1 for n, p in parameters.items()},
+        parallel_state.get_tensor_model_parallel_rank(),
+    )  # fmt: skip
+
 
 TERMS = LENGTH * NUM_MICROBATCHES  # tokens behind one element of a weight gradient
 # Data parallelism changes which tokens the auxiliary loss sees together, in stock Megatron too.

@@ -1,20 +1,13 @@
 """What other tests compare with: each helper must refuse a wrong result."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.harness import failures, one_group, pipelines, steps, training
+from tests.harness import failures, one_group, steps, training
 
 NAME = "decoder.layers.0.weight"
-CHUNK = SimpleNamespace(
-    config=SimpleNamespace(
-        hidden_size=16, ffn_hidden_size=64, num_attention_heads=2, kv_channels=8, num_layers=2,
-        moe_router_topk=2, moe_ffn_hidden_size=None, num_query_groups=2,
-    )
-)  # fmt: skip
 
 
 def gradients():
@@ -31,11 +24,6 @@ def logs():
 
 def by_policy(found):
     steps.assert_gradients(found[1], gradients(), 100)
-
-
-def by_difference(found):
-    wanted = steps.Result(logs(), gradients())
-    assert pipelines.difference(wanted, steps.Result(*found), [CHUNK], 100) == ""
 
 
 def bit_by_bit(found):
@@ -68,7 +56,7 @@ def worse_loss():
     return found, gradients()
 
 
-JUDGES = [by_policy, by_difference, bit_by_bit, same_after_failure, same_state]
+JUDGES = [by_policy, bit_by_bit, same_after_failure, same_state]
 
 
 @pytest.mark.parametrize("judge", JUDGES)
@@ -85,12 +73,7 @@ def test_a_missing_gradient_is_refused(judge):
         judge(cut())
 
 
-@pytest.mark.parametrize("judge", [by_difference, bit_by_bit, same_after_failure])
+@pytest.mark.parametrize("judge", [bit_by_bit, same_after_failure])
 def test_a_wrong_loss_is_refused(judge):
     with pytest.raises(AssertionError):
         judge(worse_loss())
-
-
-def test_logs_in_another_order_are_refused():
-    with pytest.raises(AssertionError):
-        by_difference((logs()[::-1], gradients()))

@@ -1,27 +1,122 @@
 """Context parallelism: the sidecar of which every rank holds a part, and what ranks send for it."""
 
+import itertools
+import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.features.across import carried
-from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.features.context_parallel.part import ExchangedLayers
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.read.read_calls import CallTokens, ReadCalls
 from megatron_prefix.run.read.step import read_step
-from megatron_prefix.sidecar.cache import SegmentState
-from megatron_prefix.tree import cp_layout
-from megatron_prefix.tree.payload_map import payload_map
-from tests.harness.played_ranks import PlayedRank, World, forest, play, random, spread
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.row_exchange import RowExchange
+from megatron_prefix.tree import TreeOptions, build, cp_layout
+from megatron_prefix.tree.payload_map import Form, payload_map
+from tests.harness.trees import flat_rollouts
+
+
+class World:
+    """What the ranks have sent: by number of the call and rank."""
+
+    def __init__(self, size):
+        self.size = size
+        self._given = {}
+        self._news = threading.Condition()
+
+    def give(self, number, rank, tensors):
+        with self._news:
+            self._given[number, rank] = tensors
+            self._news.notify_all()
+
+    def of_all(self, number):
+        keys = [(number, rank) for rank in range(self.size)]
+        with self._news:
+            if not self._news.wait_for(lambda: all(key in self._given for key in keys), 10):
+                raise TimeoutError(f"call {number}: a rank has not come")
+            return [self._given[key] for key in keys]
+
+
+@dataclass
+class Later:
+    """Replaces Pending."""
+
+    make: Callable[[], tuple[Tensor, ...]]
+    works: tuple[Any, ...] = (None,)
+
+    def wait(self):
+        return self.make()
+
+
+class PlayedRank(RowExchange):
+    """One rank; `sent` is what it has sent, call by call."""
+
+    def __init__(self, world, rank):
+        self._world, self.rank, self.size = world, rank, world.size
+        self.sent = []
+        self._numbers = itertools.count()
+        self._tables = {}
+
+    def _give(self, *tensors):
+        number = next(self._numbers)
+        self._world.give(number, self.rank, tensors)
+        self.sent.append(tensors)
+        return number
+
+    def gather(self, *parts):
+        number = self._give(torch.cat(parts, dim=-1))
+        return Later(lambda: tuple(map(torch.cat, zip(*self._world.of_all(number), strict=True))))
+
+    def reduce_scatter(self, view):
+        number = self._give(view)
+
+        def mine():
+            total = sum(given for (given,) in self._world.of_all(number))
+            return (total.chunk(self.size)[self.rank],)
+
+        return Later(mine)
+
+
+def spread(reduce, planned, num_layers, rank):
+    """A rank's sidecar by the name of cp_reduce; `planned` maps an arena of one of so many shares
+    of K/V."""
+    places = planned({"wave": rank.size, "segment": 1}[reduce])
+    forms = [Form.POSITIONS] * num_layers
+    return SidecarCache(places, forms, ExchangedLayers(places, forms, rank), rank)
+
+
+def play(size, part):
+    """Runs `part` on every rank; returns the results."""
+    world = World(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(part, [PlayedRank(world, rank) for rank in range(size)]))
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def forest(align=4):
+    """A prompt in a chain of two chunks, and two waves of two rollouts."""
+    rollouts, groups = flat_rollouts(16, 8, 4, 1)
+    options = TreeOptions(multiple=align, chunk_tokens=8, segment_tokens=16, min_gain=0)
+    return build(rollouts, groups, options)
+
 
 NUM_LAYERS = 2
 
@@ -40,29 +135,9 @@ def filled(rank, reduce, dtype=torch.float64):
     return cache
 
 
-WAVE, CHUNK = 2, 1
-"""A wave reads both chunks, 16 positions, the second chunk the first one's 8."""
+WAVE = 2
+"""It reads both chunks, 16 positions."""
 both_ways = pytest.mark.parametrize("reduce", ["wave", "segment"])
-
-
-def test_what_comes_for_an_inner_segment_is_gathered_once():
-    """Attention starts the exchange, and `capture` ends it; when it runs again, nothing crosses."""
-    tree = forest()
-
-    def part(rank):
-        cache = spread("segment", partial(payload_map, tree.segments, None, 2), NUM_LAYERS, rank)
-        held = torch.from_numpy(cp_layout.rank_positions(8, rank.rank, 2)).double()
-        key = held.view(-1, 1, 1).expand(-1, 2, 3)
-        for _ in range(2):
-            own = cache.own_keys(0, 0, True, (key, -key[..., :2]))
-            assert len(rank.sent) == 1
-            seen, values = own.runs()
-            runs = cp_layout.own_runs((8,), rank.rank, 2)
-            assert seen[:, 0, 0].tolist() == runs.visible.tolist()
-            assert torch.equal(values, -seen[..., :2])
-            assert len(rank.sent) == 1 and cache.state(0, 0) is SegmentState.CAPTURED
-
-    play(2, part)
 
 
 def test_reads_are_gathered_ahead_once_and_released():
@@ -141,28 +216,6 @@ def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind(monkeypatch):
     assert coming() is not None
     cache.clear()
     assert coming() is None and cache.device_bytes.held == 0
-
-
-@both_ways
-def test_other_ranks_get_and_send_the_part_of_a_rank(reduce):
-    """Nothing crosses between context-parallel ranks for it; what came back is in the sums."""
-    more = [
-        tuple(random(4, 2, width, seed=9 * rank + width) for width in (3, 2)) for rank in (0, 1)
-    ]
-
-    def part(rank):
-        cache = filled(rank, reduce)
-        held = torch.from_numpy(cp_layout.rank_positions(8, rank.rank, 2) + 8).double()
-        for layer, (key, value) in enumerate(carried.leaving(cache, CHUNK, [0])):
-            assert torch.equal(key[:, 0, 0], 100 * layer + held)
-            assert torch.equal(value, -key[..., :2])
-        carried.add_to(cache, CHUNK, [0], [more[rank.rank]] * NUM_LAYERS)
-        assert not rank.sent
-        for sums in carried.sums(cache, CHUNK):
-            for found, wanted in zip(sums, more[rank.rank], strict=True):
-                assert_close(found, wanted, 2)
-
-    play(2, part)
 
 
 @both_ways

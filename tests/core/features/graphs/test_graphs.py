@@ -25,16 +25,13 @@ from megatron_prefix.layers.model import layers_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group
 from tests.harness.hybrid import MAMBA, mamba
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract, call
 
 TOKENS = 256
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def steps(model, config, num=1, schedule=None):

@@ -12,7 +12,7 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.recorded import choice_of
 
 CONFIG = PrefixConfig(
@@ -21,10 +21,7 @@ CONFIG = PrefixConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 @pytest.mark.parametrize(("pays", "kept"), [(1e9, True), (0.0, False)])

@@ -13,13 +13,9 @@ from megatron_prefix.features.recurrent.mamba import Mamba2
 from megatron_prefix.lab.models.build import unwrap
 from tests.core.features.graphs.test_graphs import as_without, config, made, same, steps, without
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("on_one_rank", "recorded_graphs")
 
 
 AUX = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
@@ -34,7 +30,7 @@ UNTRAINED = ("router", "norm")
         ("tiny-deepseek", {**AUX, "moe_layer_freq": (False, True)}, ()),
     ],
 )
-@pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")
+@pytest.mark.usefixtures("cores_in_fp64")
 def test_most_parameters_may_be_frozen(name, fields, trained):
     """Where nothing is named: routers and norms."""
     models = [small_model(name, spec=fields) for _ in range(2)]
@@ -44,7 +40,7 @@ def test_most_parameters_may_be_frozen(name, fields, trained):
     as_without(*models, config())
 
 
-@pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")
+@pytest.mark.usefixtures("cores_in_fp64")
 def test_layers_of_one_kind_may_have_none(monkeypatch, caplog):
     """The others have theirs, and a line says so."""
     monkeypatch.setitem(GRAPHED, Mamba2, Graphed.NOTHING)
@@ -73,7 +69,6 @@ def _nobodys_parameter(module):
 @pytest.mark.parametrize(
     ("change", "said"), [(_another_weight, "other weights"), (_nobodys_parameter, "no module")]
 )
-@pytest.mark.usefixtures("recorded_graphs")
 def test_what_cannot_be_captured_leaves_others_theirs(change, said, caplog):
     plain, graphed = (small_model(GDN, spec=gated_delta(4)) for _ in range(2))
     for model in (plain, graphed):
@@ -87,7 +82,6 @@ def test_what_cannot_be_captured_leaves_others_theirs(change, said, caplog):
         same(one, other)
 
 
-@pytest.mark.usefixtures("recorded_graphs")
 def test_a_layer_without_megatrons_method_has_none(monkeypatch, caplog):
     """It runs as before, and a line says so."""
     monkeypatch.setattr(cut_layer, "can_be_cut", lambda _: False)
@@ -97,7 +91,6 @@ def test_a_layer_without_megatrons_method_has_none(monkeypatch, caplog):
     assert caplog.text.count("a layer is put together differently") == 2  # of each model
 
 
-@pytest.mark.usefixtures("recorded_graphs")
 def test_a_capture_that_fails_keeps_nothing(caplog):
     """Of latents that were on their way to attention: their autograd graph has all before it."""
     model, left = small_model("tiny-deepseek"), []

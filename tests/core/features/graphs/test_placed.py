@@ -1,6 +1,5 @@
 """Attention inside of graphs: lengths and rows on the device."""
 
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,9 @@ from megatron_prefix.layers.kind import Part
 from megatron_prefix.sidecar.arena import DeviceBytes
 from megatron_prefix.tree.payload_map import Form, Level, RowMap, Run
 from tests.core.features.graphs.test_graphs import config, made, same, steps, without
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 CPU = torch.device("cpu")
 WAVE = Level((Run(2, 5, 10, 14), Run(5, 6, 20, 27)))
@@ -38,32 +39,6 @@ def starts(lengths, more=2):
     """As a sheet has them, with empty runs behind."""
     ends = torch.tensor([0, *lengths, *[0] * more]).cumsum(0)
     return ends.int()
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_placed_runs_are_what_runs_are(seed, causal):
-    """With keys that are nobody's behind them."""
-    generator, kernel = torch.Generator().manual_seed(seed), KERNELS["math"]
-    placing, rng = PlacedKernel(kernel), random.Random(seed)
-    queries = [rng.randint(1, 5) for _ in range(4)]
-    keys = queries if causal else [rng.randint(1, 6) for _ in queries]
-    sizes = (sum(queries), 4), (sum(keys) + 3, 2), (sum(keys) + 3, 2), (sum(queries), 4)
-    q, k, v, dout = (
-        torch.randn(*size, 8, generator=generator, dtype=torch.float64) for size in sizes
-    )
-    runs = Runs(tuple(queries), tuple(keys), causal)
-    placed = PlacedRuns(starts(queries), starts(keys), causal, len(q), len(k))
-    seen = k[: sum(keys)], v[: sum(keys)]
-    expected, part = (
-        kernel.forward(q, *seen, runs, 0.3),
-        placing.forward(q, k, v, placed, 0.3),
-    )
-    torch.testing.assert_close((part.out, part.lse), (expected.out, expected.lse))
-    merged = expected.out, expected.lse
-    of_runs = kernel.backward(dout, q, *seen, *merged, expected.aux, runs, 0.3)
-    dq, dk, dv = placing.backward(dout, q, k, v, *merged, (), placed, 0.3)
-    torch.testing.assert_close((dq, dk[: sum(keys)], dv[: sum(keys)]), of_runs)
 
 
 def test_queries_without_keys_add_nothing():
@@ -160,16 +135,15 @@ def test_gradients_of_an_earlier_segment_are_zeroed():
 @pytest.mark.parametrize("chunks", [0, 8])
 def test_attention_is_inside_of_graphs(chunks):
     """Of waves and of prompts, in chunks that read those before them."""
-    with one_rank():
-        model, twin, given = small_model(), small_model(), config(chunk_tokens=chunks)
-        ours, others = steps(model, given, 3), without(twin, given, 3)
-        for trace, expected in zip(ours, others, strict=True):
-            same(trace, expected)
-        sets = [*made(model).sets]
-        forms = {form.attention for one in sets for form in one.made}
-        assert {form is not None and form.inner for form in forms} == {True, False}
-        sides = [side for one in sets for form in one.made for side in one.made[form].values()]
-        assert any(side.attends and not side.cores for side in sides)
+    model, twin, given = small_model(), small_model(), config(chunk_tokens=chunks)
+    ours, others = steps(model, given, 3), without(twin, given, 3)
+    for trace, expected in zip(ours, others, strict=True):
+        same(trace, expected)
+    sets = [*made(model).sets]
+    forms = {form.attention for one in sets for form in one.made}
+    assert {form is not None and form.inner for form in forms} == {True, False}
+    sides = [side for one in sets for form in one.made for side in one.made[form].values()]
+    assert any(side.attends and not side.cores for side in sides)
 
 
 def _passed_on(monkeypatch, model, module):
@@ -191,59 +165,56 @@ def _passed_on(monkeypatch, model, module):
 @pytest.mark.parametrize(("what", "launches"), [("nothing", 1), ("hook", 2), ("block", 2)])
 def test_whole_layers_are_one_launch(what, launches, monkeypatch):
     """Unless somebody looks at, or changes, what they give each other."""
-    with one_rank():
-        model, twin = small_model(spec={"num_layers": 3}), small_model(spec={"num_layers": 3})
-        for either in (model, twin):
-            first = unwrap(either).decoder.layers[0]
-            if what == "hook":
-                first.register_forward_hook(lambda *given: (given[-1][0] * 2, None))
-            elif what == "block":
-                _passed_on(monkeypatch, either, "trainer.models")
-        ours, others = steps(model, config(), 3), without(twin, config(), 3)
-        for trace, expected in zip(ours, others, strict=True):
-            same(trace, expected)
-        forms = [form for sets in made(model).sets for form in sets.made.values()]
-        pieces = [[side for side in form.values() if side.pieces] for form in forms]
-        assert forms and {*map(len, pieces)} == {launches}
+    model, twin = small_model(spec={"num_layers": 3}), small_model(spec={"num_layers": 3})
+    for either in (model, twin):
+        first = unwrap(either).decoder.layers[0]
+        if what == "hook":
+            first.register_forward_hook(lambda *given: (given[-1][0] * 2, None))
+        elif what == "block":
+            _passed_on(monkeypatch, either, "trainer.models")
+    ours, others = steps(model, config(), 3), without(twin, config(), 3)
+    for trace, expected in zip(ours, others, strict=True):
+        same(trace, expected)
+    forms = [form for sets in made(model).sets for form in sets.made.values()]
+    pieces = [[side for side in form.values() if side.pieces] for form in forms]
+    assert forms and {*map(len, pieces)} == {launches}
 
 
 @pytest.mark.usefixtures("recorded_graphs")
 def test_a_hook_that_comes_within_a_step_ends_the_chain(monkeypatch):
     """As the marks of the last backward (features/overlap), which are around one segment."""
-    with one_rank():
-        model, twin = small_model(spec={"num_layers": 3}), small_model(spec={"num_layers": 3})
-        expected = without(twin, config(), 3)
-        taking, second = layers.LayerGraphs._take, unwrap(model).decoder.layers[1]
-        handles, taken = [], []
+    model, twin = small_model(spec={"num_layers": 3}), small_model(spec={"num_layers": 3})
+    expected = without(twin, config(), 3)
+    taking, second = layers.LayerGraphs._take, unwrap(model).decoder.layers[1]
+    handles, taken = [], []
 
-        def marked(_, args, named):
-            return args, {
-                **named,
-                "hidden_states": named["hidden_states"].view_as(named["hidden_states"]),
-            }
+    def marked(_, args, named):
+        return args, {
+            **named,
+            "hidden_states": named["hidden_states"].view_as(named["hidden_states"]),
+        }
 
-        def take(graphs, context, hidden):
-            while handles:
-                handles.pop().remove()
-            if context.index == 2:
-                handles.append(second.register_forward_pre_hook(marked, with_kwargs=True))
-            taking(graphs, context, hidden)
-            chosen = graphs._taken.get(context.index)
-            taken.append((context.index == 2, chosen is not None and chosen.form.chained))
+    def take(graphs, context, hidden):
+        while handles:
+            handles.pop().remove()
+        if context.index == 2:
+            handles.append(second.register_forward_pre_hook(marked, with_kwargs=True))
+        taking(graphs, context, hidden)
+        chosen = graphs._taken.get(context.index)
+        taken.append((context.index == 2, chosen is not None and chosen.form.chained))
 
-        monkeypatch.setattr(layers.LayerGraphs, "_take", take)
-        for trace, other in zip(steps(model, config(), 3), expected, strict=True):
-            same(trace, other)
-        assert (False, True) in taken and (True, True) not in taken
+    monkeypatch.setattr(layers.LayerGraphs, "_take", take)
+    for trace, other in zip(steps(model, config(), 3), expected, strict=True):
+        same(trace, other)
+    assert (False, True) in taken and (True, True) not in taken
 
 
 @pytest.mark.usefixtures("recorded_graphs")
 def test_what_changes_between_chained_layers_is_an_error(monkeypatch):
-    with one_rank():
-        model = small_model(spec={"num_layers": 3})
-        _passed_on(monkeypatch, model, "megatron.core.block")
-        with pytest.raises(RuntimeError, match="replaced between them"):
-            steps(model, config(), 3)
+    model = small_model(spec={"num_layers": 3})
+    _passed_on(monkeypatch, model, "megatron.core.block")
+    with pytest.raises(RuntimeError, match="replaced between them"):
+        steps(model, config(), 3)
 
 
 @pytest.mark.usefixtures("recorded_graphs")
@@ -258,8 +229,7 @@ def test_layers_rehearse_without_what_is_nobodys(monkeypatch):
         rehearse(sets, *arguments)
 
     monkeypatch.setattr(SegmentGraphs, "_rehearse", checked)
-    with one_rank():
-        steps(small_model(), config(chunk_tokens=8), 3)
+    steps(small_model(), config(chunk_tokens=8), 3)
     assert spare and all(spare)
 
 
@@ -273,5 +243,5 @@ def test_a_read_before_its_capture_is_an_error(monkeypatch):
         enter(self, context, layer)
 
     monkeypatch.setattr(layers.LayerGraphs, "_enter", early)
-    with one_rank(), pytest.raises(RuntimeError, match="reads segment"):
+    with pytest.raises(RuntimeError, match="reads segment"):
         steps(small_model(), config(), 3)

@@ -61,7 +61,6 @@ def learned(layout, path, unequal=False):
         item["loss_mask"][:] = 1.0  # no output may be left out either
     for number in range(6):
         run(schedule, chunks, data)
-        assert schedule.report is not None
         shares.append(schedule.report.decision.share)
         (costs,) = schedule.requests.costs.values()
         if number == 0:  # which is not measured
@@ -140,11 +139,9 @@ def timed_stock(layout, path):
     for _ in range(5):
         align.run_step(schedule, chunks, data, optimize=False)
         report = schedule.report
-        assert report is not None
         letters += "-S"[report.decision.share]
         before = before or report
     runtime.shutdown()
-    assert before is not None and before.prediction is not None
     return letters, tuple(before.prediction.stock_features.tolist())
 
 
@@ -183,7 +180,6 @@ def test_no_tree_is_built_only_where_no_rank_shares(layout, with_prompt):
         schedule = PrefixSchedule(config)
         run(schedule, model_of(layout, "tiny-moe"), items(4, group, with_prompt[group]))
         report = schedule.report
-        assert report is not None
         dist.barrier()
         runtime.shutdown()
         return len(report.forest.segments), report.decision.share, report.decision.reason

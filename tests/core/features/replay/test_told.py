@@ -71,7 +71,6 @@ def test_lists_for_backwards_are_empty_after_them():
     replay = WithMask()
     replay.replay_backward_list[:] = [ROUTES, ROUTES + 4]
     replays = told.replays_of(router(router_replay=replay))
-    assert replays is not None
     replays.passed(2, backward=False)
     assert len(replay.replay_backward_list) == 2
     replays.passed(2, backward=True)

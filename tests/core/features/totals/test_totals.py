@@ -33,7 +33,6 @@ def test_the_end_says_how_many_steps_were_shared(ends, caplog):
         items = align.microbatches([*generate(1, 60, 4, answers, vocab_size=64, seed=0)], 0)
         align.run_step(schedule, [model], items, optimize=False)
         report = schedule.report
-        assert report is not None
         if report.decision.share:
             raw += report.forest.raw_tokens
             executed += report.forest.executed_tokens

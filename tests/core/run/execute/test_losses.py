@@ -190,22 +190,6 @@ def test_without_gradients_losses_keep_the_trainers_order(segment_tokens):
     assert job.left() == 0
 
 
-def test_answers_are_memory_of_their_own():
-    """Trainers divide logits in place; copies of a rollout would see it twice."""
-    tokens = np.arange(5)
-    rollouts = [Pairs(tokens, tokens, np.ones(5, bool))] * 2
-
-    def halved(output, batch):
-        output.div_(2.0)
-        return output.sum(), torch.tensor(1, dtype=torch.int32), output.detach().clone()
-
-    job = Job(rollouts, [0, 0], [0, 1], TreeOptions(min_gain=0), halved)
-    job.forward()
-    wanted = job.values(0, 0, 5).detach() / 2
-    for log in job.losses.forward_data_store:
-        assert_close(log[0], wanted, 5)
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [

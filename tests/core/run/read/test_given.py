@@ -86,7 +86,6 @@ def test_tokens_with_positions_of_their_own():
     calls = [ModelCall(n, {"position_ids": one}) for n, one in enumerate([ids, ids, ids + 1])]
     tokens = np.array([7, 8, 7, 9] * 3)
     made = chunk_rows(calls, rank(), 0)
-    assert made is not None
     found = made.codes([4, 4, 4], tokens).reshape(3, 4)
     assert (found[0] == found[1]).all() and (found[0] != found[2]).all()
     assert len({*found[0].tolist()}) == 4  # the same token at two places
@@ -179,7 +178,6 @@ def test_the_first_row_of_positions_where_ranks_have_their_own(size):
     signature = inspect.signature(lambda **_: None)
     calls = [bound(signature, (), {**one}, number) for number, one in enumerate(every)]
     known = read_tokens(calls, size, Callbacks())
-    assert known is not None
     found = None if known.positions is None else known.positions.tolist()
     assert found == {1: None, 2: [*range(6), *range(6)]}[size]  # alone nobody looks at them
 

@@ -54,7 +54,6 @@ def test_masks_are_laid_out_as_the_call_is():
     rows = heeded(IDS.tolist(), (6, 6))
     assert rows is not None and rows.int().tolist() == [*FLAGS[0], *FLAGS[1], 0, 0]
     packed = heeded([[1, 2, 3, 4, 5, 6, 0, 0, 7, 8, 9, 1, 0, 0, 0]], (8, 4, 3))
-    assert packed is not None
     assert packed.int().tolist() == [*FLAGS[0], 0, 0, *FLAGS[1], 0, 0, 0]
     slices = [[1, 2, 0, 0, 7, 1]], [[3, 4, 5, 6, 8, 9]]  # of the zig-zag, each sample by itself
     flags = [[0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1]]

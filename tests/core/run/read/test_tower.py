@@ -199,7 +199,6 @@ def test_a_second_attempt_adds_nothing_of_the_first():
             once.begin()
             (3 * rows.sum()).backward(retain_graph=True)
         once.backward()
-    assert tower.first.bias.grad is not None
     assert tower.first.bias.grad.tolist() == [3 * 2 * 4] * 2
 
 
