@@ -91,6 +91,7 @@ def rows(
         held = of_graphs(run._chunks)
         highest = torch.cuda.max_memory_allocated() / GIB + held["graphs"]
         row: dict[str, Any] = dict(gib=highest, ms=milliseconds, **held)
+        row["reserved"] = torch.cuda.max_memory_reserved() / GIB
         row["allocations"] = torch.cuda.memory_stats().get("num_device_alloc", 0) - allocations
         if isinstance(schedule, PrefixSchedule):
             report: Any = schedule.report
@@ -139,7 +140,8 @@ def watch(output: Path, num: int, mode: str) -> None:
                 print(
                     f"step {number} {'ours ' if row['share'] else 'stock'} {row['ms']:7.1f} ms,"
                     f" stock {stock['ms']:7.1f}; {row['gib']:.2f} GiB, stock {stock['gib']:.2f},"
-                    f" ratio {row['gib'] / stock['gib']:.3f}; predicted"
+                    f" ratio {row['gib'] / stock['gib']:.3f}; reserved {row['reserved']:.2f},"
+                    f" stock {stock['reserved']:.2f}; predicted"
                     f" {row['base'] + row['predicted']:.2f}, limit {row['base'] + row['limit']:.2f}"
                     f" segments {row['segments']} of {row['longest']} {row['inner']}"
                     f" light {row['light']} new blocks {row['allocations']}"
