@@ -88,7 +88,7 @@ SCALES = {
              kv_channels=64, ffn_hidden_size=2048, init_method_std=0.03, rotary_percent=0.25),
         prompt_tokens=2048, pack_tokens=16384, most_records=16, demonstrated=1500,
         records=64, questions=16,
-        updates=200, groups=32, answers=8, dtype="bfloat16", learning_rate=1e-3,
+        updates=200, groups=24, answers=8, dtype="bfloat16", learning_rate=1e-3,
         policy_rate=1.5e-4, growth=1.2,
     ),
 }  # fmt: skip

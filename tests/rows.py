@@ -1,0 +1,53 @@
+"""Rows of the table of cases by family, on one rank and on every layout, in whatever release of
+Megatron-Core is installed.
+
+    python -m tests.rows mtp                                # families whose names begin so
+    PYTHONPATH=FOLDER:$PWD python -m tests.rows mtp gdn     # another release, in a folder
+
+Prints what is not as rows say, and how many rows ran, how many need a later release, and in how
+many lines the stock schedule itself fails there. The exit code is 1 if anything else is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+if __name__ == "__main__":
+    from tests.core.trainers import stand_ins
+
+    stand_ins.for_megatron()
+
+import megatron.core
+
+from tests import judge, test_cases, test_cases_on_ranks
+from tests.harness.one_rank import one_rank
+
+
+def main(families: tuple[str, ...]) -> int:
+    """See the top of the file."""
+    here = test_cases.ROWS, test_cases.MTP, test_cases.CALLS, test_cases.NOT_SHARED
+    every = {"one rank": [each for table in here for each in table]} | test_cases_on_ranks.ON_RANKS
+    num, later, failed, wrong = 0, 0, 0, list[str]()
+    for layout, table in every.items():
+        rows = [each for each in table if each.values["model"].startswith(families)]
+        possible = [each for each in rows if judge.is_possible(each)]
+        num, later = num + len(possible), later + len(rows) - len(possible)
+        if layout != "one rank":
+            placed = [replace(each, values={**each.values, "layout": layout}) for each in possible]
+            lines = judge.run_on_ranks(layout, placed) if placed else []
+        else:
+            with one_rank():
+                run = judge.run_here(possible)
+            lines = [f"{name}: {line}" for name, several in run.items() for line in several]
+        wrong += [line for line in lines if "invalid instead of" not in line]
+        failed += len(lines) - sum("invalid instead of" not in line for line in lines)
+        print(f"{layout}: {len(possible)} rows", *lines, sep="\n  ", flush=True)
+    release = megatron.core.__version__.partition("+")[0]
+    print(f"{release}: {num} rows, {len(wrong)} lines of complaint; {later} need a later release;"
+          f" the stock schedule fails in {failed}")  # fmt: skip
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tuple(sys.argv[1:])))
