@@ -18,8 +18,9 @@ from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.calls import Callbacks, ModelCall
 from tests.core.test_rooms import in_fresh_interpreter
 from tests.harness import data
-from tests.harness.one_group import assert_bitwise, run, schedule_with
+from tests.harness.one_group import run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import assert_bitwise
 
 RANK = SimpleNamespace()
 PACKAGE = data.REPOSITORY / "megatron_prefix"

@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from megatron_prefix.lab.numerics import tolerance
+from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.tree import cp_layout
 from tests.harness import steps
 
@@ -194,8 +194,8 @@ def nll_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def run_step(
     schedule: Any, trainer: Trainer, chunks: list[Any], *, forward_only: bool = False
-) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Logs and gradients of a step, as the trainer's training loop makes it."""
+) -> steps.Result:
+    """A step, as the trainer's training loop makes it."""
     iterators = [trainer.iterator() for _ in chunks]
     return steps.run(
         schedule, trainer.step, chunks, [], num_microbatches=trainer.num, forward_only=forward_only,
@@ -203,17 +203,14 @@ def run_step(
     )  # fmt: skip
 
 
-def assert_gradients(
-    own: dict[str, Tensor], expected: dict[str, Tensor], num: int, sums: tuple[int, int] = (0, 0)
-) -> None:
-    """Gradients of a step in fp64 over `num` positions: each within the policy of its largest
-    element, or of a hundredth of the largest of all. `sums`: width and depth of the model."""
-    assert own.keys() == expected.keys()
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    for name, gradient in expected.items():
-        assert own[name].isfinite().all(), name
-        error = float((own[name] - gradient).abs().max())
-        limit = tolerance(torch.float64, num, *sums) * max(
-            float(gradient.abs().max()), 0.01 * largest
-        )
-        assert error <= limit, f"{name}: {error:.2e} exceeds {limit:.2e}"
+def assert_shared(ours: Any, expected: Any, schedule: Any, trainer: Trainer, **sums: Any) -> Any:
+    """Losses of every position and gradients are those expected, and a tenth ran once: the tree."""
+    assert schedule.report is not None and schedule.report.decision.share
+    forest = schedule.report.forest
+    assert forest.executed_tokens < 0.9 * forest.raw_tokens
+    tokens = sum(batch["tokens"].numel() for batch in trainer.batches)
+    num = tokens * parallel_state.get_context_parallel_world_size()
+    for mine, theirs in zip(ours.logs, expected.logs, strict=True):
+        assert_close(mine["nll"], theirs["nll"], num)
+    steps.assert_gradients(ours.gradients, expected.gradients, num, **{"sums": (0, 0), **sums})
+    return forest

@@ -46,16 +46,9 @@ MAMBA_MOE = {
     "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 GPT_OSS = {
-    "head_dim": 24,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 6,
-    "swiglu_limit": 0.5,
-    "rope_parameters": {
-        **{name: value for name, value in YARN.items() if not name.startswith("mscale")},
-        "truncate": False,
-    },
-}
+    "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6,
+    "swiglu_limit": 0.5, "rope_parameters": {**HALF_YARN, "truncate": False},
+}  # fmt: skip
 TIED = {"tie_word_embeddings": True}
 FAMILIES = {
     "llama": ("Llama", {}), "llama-tied": ("Llama", TIED),

@@ -1,7 +1,6 @@
 """Steps of one group on one rank: by our schedule, by Megatron's, and what must agree."""
 
 import numpy as np
-import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -31,12 +30,6 @@ def schedule_with(*, looks_first=False, **fields):
 def run(schedule, model, contract=None, data=None, **options):
     """A step's logs and gradients."""
     return steps.run(schedule, (contract or Contract()).step, model, data or items(), **options)
-
-
-def assert_bitwise(found, expected):
-    assert [log["loss"].item() for log in found[0]] == [log["loss"].item() for log in expected[0]]
-    assert found[1].keys() == expected[1].keys()
-    assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
 
 
 def assert_aligned(found, model, contract=None):

@@ -218,9 +218,21 @@ def plain(model, contract, items):
     return Reference(totals, terms, logs)
 
 
-def assert_gradients(found, expected, num_positions):
+def assert_bitwise(found, expected, *, may_vanish=False):
+    """Logs and gradients bit for bit; no gradient is all zero unless it may."""
+    for log, wanted in zip(found[0], expected[0], strict=True):
+        assert log.keys() == wanted.keys() and log["uid"] == wanted["uid"]
+        assert all(torch.equal(log[name], wanted[name]) for name in log if name != "uid")
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert torch.equal(found[1][name], gradient), name
+        assert gradient.isfinite().all() and (may_vanish or gradient.any()), name
+
+
+def assert_gradients(found, expected, num_positions, sums=None):
     """Every gradient within the numerics policy, relative to the terms that were summed into it:
-    those of a Reference, or its own largest element.
+    those of a Reference, or its own largest element. `sums` are the model's width and depth; None:
+    those that its gradients show.
 
     Advantages of both signs cancel, fully so where copies of a rollout have opposite ones: what is
     left is rounding of the terms.  Terms that vanish beside the others are held to the policy's
@@ -231,11 +243,11 @@ def assert_gradients(found, expected, num_positions):
         expected = Reference(expected, sizes)
     assert found.keys() == expected.gradients.keys()
     dtype = next(iter(found.values())).dtype
-    widest = max(max(gradient.shape) for gradient in found.values())
-    depth = 1 + max(
-        (int(n) for name in found for n in re.findall(r"layers\.(\d+)", name)), default=0
-    )
-    limit = numerics.tolerance(dtype, num_positions, widest, depth)
+    if sums is None:
+        layers = (int(n) for name in found for n in re.findall(r"layers\.(\d+)", name))
+        widest = max(max(gradient.shape) for gradient in found.values())
+        sums = widest, 1 + max(layers, default=0)
+    limit = numerics.tolerance(dtype, num_positions, *sums)
     floor = numerics.FLOOR * max(expected.terms.values())
     for name, wanted in expected.gradients.items():
         size = max(expected.terms[name], floor)

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
 import tokenize
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from benchmarks import figures, support
 from benchmarks.trainers import which_runs
 from megatron_prefix.lab.cli.main import VERBS, make_parser
 from tests.harness.command_line import BUNDLED, forked
-from tests.harness.data import REPOSITORY
+from tests.harness.data import REPOSITORY, tracked
 from tests.repository.generated import PART
 
 PACKAGE = REPOSITORY / "megatron_prefix"
@@ -25,32 +24,17 @@ FOLDERS = "megatron_prefix|tests|benchmarks|launch|examples|docs|schedules"
 FILE = re.compile(r"(?<![\w/.{}*$<-])((?:[\w.*-]+/)*[\w*-][\w.*-]*\.(?:py|sh|sbatch|cfg|toml))\b")
 UNDER = re.compile(rf"(?<![\w/.$}}-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
 MODULE = re.compile(r"(?<![\w./-])megatron_prefix((?:\.[A-Za-z_]\w*)+)")
-OTHERS = (
-    "megatron",
-    "nemo_rl",
-    "torch",
-    "transformer_engine",
-    "transformers",
-)  # whose files are named, too
+OTHERS = ("megatron", "nemo_rl", "torch", "transformer_engine", "transformers")
+"""Packages whose files are named, too."""
 SCRIPTS = {"pretrain_gpt.py", "train.py", "train_rl.py"}  # of trainers, in no package
-
-
-def tracked(*suffixes):
-    """Files of these kinds that git knows, or would take in."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip("this is not a git work tree")
-    names = {REPOSITORY / name for name in done.stdout.split("\0") if name.endswith(suffixes)}
-    return sorted(name for name in names if name.is_file())
 
 
 def relative(path):
     return str(path.relative_to(REPOSITORY))
 
 
-DOCUMENTS = tracked(".md")
-SOURCES = tracked(".py", ".sh", ".sbatch")
+DOCUMENTS = [path for path in sorted(tracked()) if path.suffix == ".md"]
+SOURCES = [path for path in sorted(tracked()) if path.suffix in (".py", ".sh", ".sbatch")]
 # What is about other projects' trainers names their files.
 OWN = [path for path in (*DOCUMENTS, *SOURCES) if path.parent.name != "trainers"]
 

@@ -12,9 +12,10 @@ from megatron_prefix.megatron.install import installed
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import get_forward_backward_func
 from tests.harness import one_group
-from tests.harness.one_group import assert_bitwise, run, schedule_with
+from tests.harness.one_group import run, schedule_with
 from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes
+from tests.harness.steps import assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 

@@ -1,7 +1,9 @@
 """A step in which memory runs out is made once more with less; or it says why it was not."""
 
+import contextlib
 import logging
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +16,9 @@ from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.run import agreement
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
-from tests.harness.failures import CONFIG, PLACES, Countdown, assert_same, items, raised, run
+from tests.harness.failures import CONFIG, PLACES, Countdown, items, raised, run
 from tests.harness.one_rank import change_rank, small_model
-from tests.harness.steps import Contract
+from tests.harness.steps import Contract, assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
@@ -34,42 +36,42 @@ class Once(Countdown):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
 
-def out_of_memory(monkeypatch, model, place, *at):
-    PLACES[place][0](monkeypatch, model, Once(*at))
+@contextlib.contextmanager
+def out_of_memory(model, place, *at):
+    """Memory runs out at these calls; the model is as it was afterwards."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        PLACES[place][0](monkeypatch, model, Once(*at))
+        yield
 
 
 AGAIN = [
-    ("a later forward of a layer", "retain"),
-    ("sending gK/gV", "auto"),
-    ("the last backward of the step", "offload"),
-]
+    ("a later forward of a layer", "retain", True), ("sending gK/gV", "auto", True),
+    ("the last backward of the step", "offload", True),
+    ("the last backward of the step", "auto", False),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "memory"), AGAIN)
-def test_the_step_is_made_again_and_is_exact(place, memory, caplog):
-    model = small_model()
+@pytest.mark.parametrize(("place", "memory", "wrap_ddp"), AGAIN)
+def test_the_step_is_made_again_and_is_exact(place, memory, wrap_ddp, caplog):
+    model = small_model(wrap_ddp=wrap_ddp)
     schedule = PrefixSchedule(replace(CONFIG, memory=memory))
     expected = run(schedule, model)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        out_of_memory(monkeypatch, model, place, PLACES[place][1])
-        with caplog.at_level(logging.WARNING):
-            found = run(schedule, model)
-    assert_same(found, expected)
+    with out_of_memory(model, place, PLACES[place][1]), caplog.at_level(logging.WARNING):
+        found = run(schedule, model)
+    assert_bitwise(found, expected)
     assert "running the step again with every inner segment recomputed" in caplog.text
     assert schedule.report is not None and schedule.report.retried
     assert set(schedule.report.plan.policies) == {"recompute", "retain"}
-    assert_same(run(schedule, model), expected)
+    assert_bitwise(run(schedule, model), expected)
     assert not schedule.report.retried
 
 
 def test_what_a_failed_attempt_has_counted_is_taken_back():
     """The experts' token counts, Megatron's log of losses, and random numbers of the loss."""
     options = dict(
-        moe_router_enable_expert_bias=True,
-        moe_router_score_function="sigmoid",
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=0.1,
-    )
+        moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
+        moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1,
+    )  # fmt: skip
 
     class Noisy(Contract):
         def loss_func(self, batch):
@@ -81,12 +83,10 @@ def test_what_a_failed_attempt_has_counted_is_taken_back():
         torch.manual_seed(7)
         model = small_model("tiny-moe", config_overrides=options)
         unwrap(model).config.finalize_model_grads_func = None  # else the counts are used up
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            if at is not None:
-                out_of_memory(monkeypatch, model, "the last backward of the step", at)
-            schedule = PrefixSchedule(CONFIG)
+        schedule = PrefixSchedule(CONFIG)
+        with out_of_memory(model, "the last backward of the step", at):
             found = run(schedule, model, Noisy())
-            assert schedule.report is not None and schedule.report.retried == (at is not None)
+        assert schedule.report is not None and schedule.report.retried == (at is not None)
         counted = {
             name: buffer.clone()
             for name, buffer in unwrap(model).named_buffers()
@@ -96,7 +96,7 @@ def test_what_a_failed_attempt_has_counted_is_taken_back():
 
     expected, state = step(None)
     found, again = step(16)
-    assert_same(found, expected)
+    assert_bitwise(found, expected)
     assert len(state) > 3 and state.keys() == again.keys()
     for name, value in state.items():
         assert torch.equal(value, again[name]), name
@@ -109,8 +109,7 @@ def test_twice_is_an_error_with_a_table(caplog):
     schedule = PrefixSchedule(CONFIG)
     expected = run(schedule, model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        out_of_memory(monkeypatch, model, "a dense block", 11, 20)
+    with out_of_memory(model, "a dense block", 11, 20):
         text = raised(StepOutOfMemory, run, schedule, model)
     first, *table = text.splitlines()
     assert first.startswith("out of device memory: CUDA out of memory; with all inner segments")
@@ -118,24 +117,27 @@ def test_twice_is_an_error_with_a_table(caplog):
     assert table[0].split()[:2] == ["rank", "peak"] and table[1].split()[0] == "0"
     assert "predicted memory on top of weights and gradients" in caplog.text
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert_same(run(schedule, model), expected)
+    assert_bitwise(run(schedule, model), expected)
 
 
 @pytest.mark.parametrize(
-    ("memory", "why"),
-    [("recompute", "nothing leaner is left"), ("retain", "gradients were not zero when the step")],
+    ("memory", "zeroes", "forward_only", "why"),
+    [
+        ("recompute", True, False, "nothing leaner is left"),
+        ("retain", True, True, "nothing leaner is left"),
+        ("retain", False, False, "gradients were not zero when the step"),  # as in accumulation
+    ],
 )
-def test_what_cannot_be_made_again_says_why(memory, why):
+def test_what_cannot_be_made_again_says_why(memory, zeroes, forward_only, why):
     model = small_model()
     schedule = PrefixSchedule(replace(CONFIG, memory=memory))
     expected = run(schedule, model)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        out_of_memory(monkeypatch, model, "a dense block", 11)
-        if memory == "recompute":
-            steps.zero_gradients(model)  # else the last step's are left, as in accumulation
-        call = (schedule, Contract().step, model, items())
-        assert why in raised(StepOutOfMemory, steps.call, *call)
-    assert_same(run(schedule, model), expected)
+    with out_of_memory(model, "a dense block", 11):
+        if zeroes:
+            steps.zero_gradients(model)
+        call = partial(steps.call, schedule, Contract().step, model, items())
+        assert why in raised(StepOutOfMemory, partial(call, forward_only=forward_only))
+    assert_bitwise(run(schedule, model), expected)
 
 
 def test_a_rank_that_others_wait_for_does_not_go_back_alone(monkeypatch):
@@ -144,27 +146,6 @@ def test_a_rank_that_others_wait_for_does_not_go_back_alone(monkeypatch):
     run(schedule, model)
     change_rank(monkeypatch, waiting=[SimpleNamespace(size=lambda: 2)])
     monkeypatch.setattr(agreement, "agree", lambda problem, *_: problem)
-    out_of_memory(monkeypatch, model, "a dense block", 11)
-    assert "not tried again: other ranks wait in this step" in raised(
-        StepOutOfMemory, run, schedule, model
-    )
-
-
-def test_gradients_without_ddp():
-    model = small_model(wrap_ddp=False)
-    schedule = PrefixSchedule(CONFIG)
-    expected = run(schedule, model)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        out_of_memory(monkeypatch, model, "the last backward of the step", 16)
-        assert_same(run(schedule, model), expected)
-        assert schedule.report is not None and schedule.report.retried
-
-
-def test_without_gradients_there_is_nothing_leaner():
-    model = small_model()
-    schedule = PrefixSchedule(CONFIG)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        out_of_memory(monkeypatch, model, "a dense block", 11)
-        call = (schedule, Contract().step, model, items())
-        text = raised(StepOutOfMemory, lambda: steps.call(*call, forward_only=True))
-    assert "nothing leaner is left" in text
+    with out_of_memory(model, "a dense block", 11):
+        why = raised(StepOutOfMemory, run, schedule, model)
+    assert "not tried again: other ranks wait in this step" in why

@@ -11,12 +11,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func as stock_s
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.verify.judge import longest_sums
-from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness import hybrid, vision, vision_own
-from tests.harness.calls import Form, assert_gradients, run_step
+from tests.harness import hybrid, steps, vision, vision_own
+from tests.harness.calls import Form, assert_shared, run_step
 from tests.harness.ranks import check_cases
 
 CONFIG = {"min_gain": 0, "segment_tokens": 24, "chunk_tokens": 8, "kernel": "math"}
@@ -125,28 +124,22 @@ def compare(case, layout):
     options = {"forward_only": case.forward_only}
     counted = vision.Counted(vision.tower_of(chunks[0].module))
     with torch.no_grad() if case.forward_only else torch.enable_grad():
-        expected, gradients = run_step(stock_schedule(), stock, chunks, **options)
+        expected = run_step(stock_schedule(), stock, chunks, **options)
         asked = counted.rows
         if "overlap_grad_reduce" in case.build:  # what backwards give is known from the second on
             run_step(schedule, vision.Trainer(*some), chunks)
         counted.rows = 0
-        found, own = run_step(schedule, ours, chunks, **options)
+        found = run_step(schedule, ours, chunks, **options)
     again = not (case.build.get("freeze") or case.forward_only)
     every, different = ours.num_patches
     if not case.splits:
         assert every * counted.rows == (1 + again) * different * asked
     assert counted.rows < asked or not asked or case.splits
-    assert schedule.report is not None and schedule.report.decision.share
-    forest = schedule.report.forest
+    sums = longest_sums(language_model(chunks[0]).config)
+    forest = assert_shared(found, expected, schedule, ours, sums=sums)
     if case.prefix.get("across_ranks"):
         assert forest.exchanges
-    assert forest.executed_tokens < 0.9 * forest.raw_tokens
-    num = sum(batch["tokens"].numel() for batch in ours.batches) * layout.cp
-    for mine, theirs in zip(found, expected, strict=True):
-        assert_close(mine["nll"], theirs["nll"], num)
-    sums = longest_sums(language_model(chunks[0]).config)
-    assert_gradients(own, gradients, num, sums)
-    for name, gradient in gradients.items():
+    for name, gradient in expected.gradients.items():
         trained = not (case.build.get("freeze") or case.forward_only or not case.images)
         assert float(gradient.abs().max()) > 0 or not trained or "language_model" in name, name
 
@@ -175,7 +168,7 @@ def fall_back(case, layout):
     schedule = PrefixSchedule(PrefixConfig(**{**CONFIG, "mode": "auto", "min_speedup": 99}))
     _, own = run_step(schedule, ours, chunks)
     assert schedule.report is not None and not schedule.report.decision.share
-    assert_gradients(own, gradients, 400)
+    steps.assert_gradients(own, gradients, 400, (0, 0))
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)

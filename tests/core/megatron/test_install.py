@@ -20,9 +20,9 @@ from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import steps
-from tests.harness.one_group import assert_bitwise, items, run
+from tests.harness.one_group import items, run
 from tests.harness.one_rank import small_model
-from tests.harness.steps import Contract
+from tests.harness.steps import Contract, assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 

@@ -22,10 +22,10 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest, Place, Segment, Span, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form
 from tests.harness import steps
-from tests.harness.failures import CONFIG, assert_same, items, run
+from tests.harness.failures import CONFIG, items, run
 from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes
-from tests.harness.steps import Contract
+from tests.harness.steps import Contract, assert_bitwise
 from tests.harness.trees import flat_rollouts, random_forest
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
@@ -177,7 +177,7 @@ def test_a_step_takes_what_fits_its_budget():
         config = replace(CONFIG, memory="auto", memory_budget_gb=budget)
         schedule = PrefixSchedule(config)
         with predicted_bytes():
-            assert_same(run(schedule, model), expected)
+            assert_bitwise(run(schedule, model), expected)
         report = schedule.report
         found[budget] = set(report.plan.policies), report.memory.peak
     assert found[1.0][0] == set()

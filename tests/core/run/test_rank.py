@@ -24,9 +24,10 @@ from megatron_prefix.run.request import Request
 from megatron_prefix.run.route import route
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.megatron.test_families import Wrapper, named
-from tests.harness.one_group import assert_bitwise, run, schedule_with
+from tests.harness.one_group import run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
+from tests.harness.steps import assert_bitwise
 
 
 def test_numbers_are_made_once_until_an_option_changes():

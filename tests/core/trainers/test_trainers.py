@@ -57,6 +57,14 @@ def test_a_version_that_was_not_tried_is_said(monkeypatch):
     assert version_of("not.there", "not-there") == ""
 
 
+@pytest.fixture
+def callbacks():
+    """What a schedule knows of the trainer that runs."""
+    auto.on(PrefixConfig(mode="on"))
+    yield lambda: schedules.get_forward_backward_func(1, None).callbacks
+    auto.off()
+
+
 def test_distillation_gets_the_stock_schedule(monkeypatch, caplog):
     """Its loss reads what segments do not keep; nothing would tell."""
     arguments(monkeypatch, export_kd_teacher_load="teacher")
@@ -85,16 +93,10 @@ def test_miles_with_several_adapters_gets_the_stock_schedule(monkeypatch, given)
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_slimes_flag_tells_how_calls_are_cut(monkeypatch, given):
+def test_slimes_flag_tells_how_calls_are_cut(monkeypatch, callbacks, given):
     arguments(monkeypatch, allgather_cp=given)
     wanted = Slices.CONTIGUOUS if given else Slices.ZIGZAG
-    assert trainers.slices() is wanted
-    try:
-        auto.on(PrefixConfig(mode="auto"))
-        found = schedules.get_forward_backward_func(1, None)
-        assert found.callbacks.slices is wanted
-    finally:
-        auto.off()
+    assert trainers.slices() is callbacks().slices is wanted
 
 
 def test_before_the_command_line_is_parsed_nothing_is_refused(monkeypatch):
@@ -108,14 +110,9 @@ def test_before_the_command_line_is_parsed_nothing_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     "trainer", [table.ROLL, table.SLIME, table.NEMO_RL], ids=lambda one: one.name
 )
-def test_rolls_masks_are_over_tokens(monkeypatch, trainer):
+def test_rolls_masks_are_over_tokens(monkeypatch, callbacks, trainer):
     imported(monkeypatch, trainer.module)
-    try:
-        auto.on(PrefixConfig(mode="on"))
-        found = schedules.get_forward_backward_func(1, None)
-        assert found.callbacks.masks_tokens is (trainer is not table.SLIME)
-    finally:
-        auto.off()
+    assert callbacks().masks_tokens is (trainer is not table.SLIME)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)

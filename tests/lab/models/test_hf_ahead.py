@@ -55,13 +55,18 @@ def checkpoint(folder, family):
         tensors[f"{at}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{at}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     safetensors.save_file(tensors, folder / "model.safetensors")
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    values["num_hidden_layers"] = LAYERS
-    for name in ("layer_types", "mlp_layer_types"):
-        if name in values:
-            values[name] = values[name][:LAYERS]
-    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    shorten(folder, LAYERS)
     return expected(model, parts, inside)
+
+
+def shorten(folder, num, **changes):
+    """Makes the last layers of a checkpoint's configuration no part of its decoder."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
+        if name in values:
+            values[name] = values[name][:num]
+    path.write_text(json.dumps({**values, "num_hidden_layers": num, **changes}), encoding="utf-8")
 
 
 @torch.no_grad()
@@ -69,10 +74,6 @@ def expected(model, parts, inside):
     """The loss by transformers: its decoder, then its layer `inside` as a decoder of its own."""
     inputs, labels = sample()
     inner, layers, norm = model.model, model.model.layers, model.model.norm
-
-    def normed(x, weight):
-        norm.weight.copy_(weight)
-        return norm(x)
 
     def only(some):
         inner.layers = nn.ModuleList([layers[one] for one in some])
@@ -84,13 +85,26 @@ def expected(model, parts, inside):
     only([*range(LAYERS)])
     hidden = inner(input_ids=inputs, use_cache=False).last_hidden_state
     following = inner.embed_tokens(torch.cat([inputs[:, 1:], inputs[:, :1] * 0], 1))
-    both = torch.cat([normed(following, parts[0]), normed(hidden, parts[1])], -1)
+    both = joined(norm, following, hidden, *parts)
     only([inside])
-    norm.weight.copy_(parts[3])
-    logits = model(inputs_embeds=both @ parts[2].T, use_cache=False).logits
+    return loss_of(model(inputs_embeds=both, use_cache=False).logits, labels, 1)
+
+
+def joined(norm, rows, hidden, of_rows, of_hidden, both, last):
+    """What goes into a layer of multi-token prediction, whose last norm `norm` then is."""
+    halves = []
+    for x, weight in ((rows, of_rows), (hidden, of_hidden)):
+        norm.weight.copy_(weight)
+        halves.append(norm(x))
+    norm.weight.copy_(last)
+    return torch.cat(halves, -1) @ both.T
+
+
+def loss_of(logits, labels, ahead):
+    """That of `logits` [1, positions, V] for labels `ahead` of them."""
     more = padded_vocab(hf_checkpoints.VOCAB, 1) - hf_checkpoints.VOCAB  # their logits are zero
-    padded = nn.functional.pad(logits[0, :-1], (0, more))
-    return float(nn.functional.cross_entropy(padded, labels[0, 1:]))
+    padded = nn.functional.pad(logits[0, :-ahead], (0, more))
+    return float(nn.functional.cross_entropy(padded, labels[0, ahead:]))
 
 
 def sample():
@@ -99,23 +113,24 @@ def sample():
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def on_rank(folder, layout):
+def on_rank(folder, layout, logged="values", **fields):
+    """The losses of layers of multi-token prediction; Megatron logs them under that name."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     runtime.initialize(layout)
     MTPLossLoggingHelper.tracker.clear()  # a rank begins with what this process has logged
-    spec = resolve(str(folder), mtp_num_layers=1)
+    spec = resolve(str(folder), **{"mtp_num_layers": 1, **fields})
     [model] = build_model(spec, layout=layout, load_hf=str(folder), wrap_ddp=False)
     inputs, labels = sample()
     places, mask = torch.arange(inputs.shape[1])[None], torch.ones_like(labels)
     unwrap(model)(inputs, places, None, labels=labels, loss_mask=mask)
-    return float(MTPLossLoggingHelper.tracker["values"][0])
+    return MTPLossLoggingHelper.tracker[logged].tolist()
 
 
 @pytest.mark.parametrize("family", NAMES)
 def test_the_loss_is_that_of_the_parts(tmp_path, family):
     wanted, layout = checkpoint(tmp_path, family), LAYOUTS.get(family, Layout())
-    for found in run_ranks(layout.world_size, partial(on_rank, tmp_path, layout)):
+    for [found] in run_ranks(layout.world_size, partial(on_rank, tmp_path, layout)):
         assert found == pytest.approx(wanted, rel=1e-6)
 
 

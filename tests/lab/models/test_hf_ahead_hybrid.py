@@ -20,16 +20,13 @@ import torch
 from torch import nn
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab import runtime
-from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.hf_weights import HFWeights
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.models.weights import padded_vocab
 from megatron_prefix.lab.runtime import Layout
 from tests.core.trainers.registry import printed_by_newer
 from tests.harness import hf_checkpoints
 from tests.harness.ranks import run_ranks
-from tests.lab.models.test_hf_ahead import sample
+from tests.lab.models.test_hf_ahead import joined, loss_of, on_rank, sample, shorten
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
@@ -56,19 +53,12 @@ def checkpoint(folder):
         first, last = (depth * len(FURTHER) + place for place in (0, len(FURTHER) - 1))
         norms = [1 + torch.randn(width, generator=draw) / 10 for _ in range(3)]
         both = torch.randn(width, 2 * width, generator=draw) / 10
-        names = f"{first}.enorm", f"{first}.hnorm", f"{last}.final_layernorm", f"{first}.eh_proj"
-        parts.append([*norms, both])
+        names = f"{first}.enorm", f"{first}.hnorm", f"{first}.eh_proj", f"{last}.final_layernorm"
+        parts.append([*norms[:2], both, norms[2]])
         own = zip(names, parts[-1], strict=True)
         tensors |= {f"mtp.layers.{name}.weight": one for name, one in own}
     safetensors.save_file(tensors, folder / "model.safetensors")
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for name in ("layers_block_type", "layer_types"):
-        if name in values:
-            values[name] = values[name][: len(PATTERN)]
-    if "hybrid_override_pattern" in values:
-        values["hybrid_override_pattern"] = PATTERN
-    values |= {"num_hidden_layers": len(PATTERN), "num_nextn_predict_layers": DEPTHS}
-    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    shorten(folder, len(PATTERN), num_nextn_predict_layers=DEPTHS)
     return expected(model, parts)
 
 
@@ -78,40 +68,18 @@ def expected(model, parts):
     inputs, labels = sample()
     inner, layers, norm, losses = model.model, [*model.model.layers], model.model.norm_f, []
 
-    def normed(x, weight):
-        norm.weight.copy_(weight)
-        return norm(x)
-
     def run(start, num, **given):
         inner.layers = nn.ModuleList(layers[start : start + num])
         return inner(**given, use_cache=False).last_hidden_state
 
     hidden, tokens = run(0, len(PATTERN), input_ids=inputs), inputs
-    for depth, (of_rows, of_hidden, last, both) in enumerate(parts):
+    for depth, weights in enumerate(parts):
         tokens = torch.cat([tokens[:, 1:], tokens[:, :1] * 0], 1)
-        joined = torch.cat(
-            [normed(inner.embeddings(tokens), of_rows), normed(hidden, of_hidden)], -1
-        )
-        norm.weight.copy_(last)
+        both = joined(norm, inner.embeddings(tokens), hidden, *weights)
         start = len(PATTERN) + depth * len(FURTHER)
-        hidden = run(start, len(FURTHER), inputs_embeds=joined @ both.T)
-        more = padded_vocab(hf_checkpoints.VOCAB, 1) - hf_checkpoints.VOCAB  # with logits of zero
-        padded = nn.functional.pad(model.lm_head(hidden)[0, : -1 - depth], (0, more))
-        losses.append(float(nn.functional.cross_entropy(padded, labels[0, 1 + depth :])))
+        hidden = run(start, len(FURTHER), inputs_embeds=both)
+        losses.append(loss_of(model.lm_head(hidden), labels, 1 + depth))
     return losses
-
-
-def on_rank(folder, layout):
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Log
-
-    runtime.initialize(layout)
-    Log.tracker.clear()  # a rank begins with what this process has logged
-    spec = resolve(str(folder), **FIELDS)
-    [model] = build_model(spec, layout=layout, load_hf=str(folder), wrap_ddp=False)
-    inputs, labels = sample()
-    places, mask = torch.arange(inputs.shape[1])[None], torch.ones_like(labels)
-    unwrap(model)(inputs, places, None, labels=labels, loss_mask=mask)
-    return Log.tracker["loss_values"].tolist()
 
 
 def test_every_tensor_has_its_place(tmp_path):
@@ -145,7 +113,8 @@ def main():
     """See the top of the file."""
     with tempfile.TemporaryDirectory() as made:
         theirs = checkpoint(Path(made))
-        [ours] = run_ranks(1, partial(on_rank, made, Layout()))
+        run = partial(on_rank, made, Layout(), "loss_values", **FIELDS)
+        [ours] = run_ranks(1, run)
     sys.stdout.write(json.dumps([ours, theirs]) + "\n")
 
 

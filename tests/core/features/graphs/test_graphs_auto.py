@@ -24,6 +24,15 @@ CONFIG = PrefixConfig(
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
+def replays(schedule, model, recorded, seed):
+    """Makes a step that is shared; whether it replays a graph."""
+    items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=seed)], seed)
+    before = recorded.replays
+    align.run_step(schedule, [model], items, optimize=False)
+    assert schedule.report is not None and schedule.report.decision.share
+    return recorded.replays > before
+
+
 @pytest.mark.parametrize(("pays", "kept"), [(1e9, True), (0.0, False)])
 def test_tried_after_first_steps_and_kept_if_they_pay(pays, kept, monkeypatch, recorded_graphs):
     monkeypatch.setattr(cost_meter, "EVERY", 9)
@@ -31,12 +40,8 @@ def test_tried_after_first_steps_and_kept_if_they_pay(pays, kept, monkeypatch, r
     model, schedule = small_model(spec={"num_layers": 3}), PrefixSchedule(CONFIG)
     lengths, replayed = [], []
     for seed in range(11):
-        items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=seed)], seed)
-        before = recorded_graphs.replays
-        align.run_step(schedule, [model], items, optimize=False)
-        assert schedule.report is not None and schedule.report.decision.share
+        replayed.append(replays(schedule, model, recorded_graphs, seed))
         lengths.append(choice_of(schedule).tokens)
-        replayed.append(recorded_graphs.replays > before)
     # On the CPU the device waits for the host in all actions; the longest have 24 positions. The
     # first step with graphs captures them, and the next one decides.
     assert lengths == [0] * 4 + [32] * 2 + [32 if kept else 0] * 5
@@ -48,14 +53,10 @@ def test_first_steps_with_graphs_are_compared_as_well(monkeypatch, recorded_grap
     model = small_model(spec={"num_layers": 3})
     schedule, compared = PrefixSchedule(replace(CONFIG, verify=1)), []
     for seed in range(8):
-        items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=seed)], seed)
-        before = recorded_graphs.replays
-        align.run_step(schedule, [model], items, optimize=False)
-        report = schedule.report
-        assert report is not None and report.decision.share
-        if verification := report.features.get("verify"):
+        replayed = replays(schedule, model, recorded_graphs, seed)
+        if verification := schedule.report.features.get("verify"):
             assert not verification.failure
-            compared.append((seed, recorded_graphs.replays > before))
+            compared.append((seed, replayed))
     assert compared == [(0, False), (5, True)]
 
 
@@ -72,10 +73,7 @@ def test_memory_that_is_returned_between_steps_is_for_others(tokens, monkeypatch
     for seed in range(12):
         if seed == 8:
             reserved = iter(range(100))
-        items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=seed)], seed)
-        before = recorded_graphs.replays
-        align.run_step(schedule, [model], items, optimize=False)
-        replayed.append(recorded_graphs.replays > before)
+        replayed.append(replays(schedule, model, recorded_graphs, seed))
     assert replayed[7:] == [True] * 2 + [tokens == 32] * 3
 
 

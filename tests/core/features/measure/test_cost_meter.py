@@ -15,8 +15,9 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.gate import decide
 from megatron_prefix.run import step_reader
 from megatron_prefix.run.read.suspend import Capture
-from tests.harness.one_group import assert_bitwise, run, schedule_with
+from tests.harness.one_group import run, schedule_with
 from tests.harness.one_rank import small_model
+from tests.harness.steps import assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 

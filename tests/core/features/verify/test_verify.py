@@ -18,9 +18,9 @@ from megatron_prefix.refusals.table import NOT_VERIFIED
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step_run import StepRun
 from tests.harness import steps
-from tests.harness.one_group import assert_bitwise, items, run, schedule_with
+from tests.harness.one_group import items, run, schedule_with
 from tests.harness.one_rank import small_model
-from tests.harness.steps import Contract
+from tests.harness.steps import Contract, assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
@@ -156,7 +156,7 @@ def test_routers_and_further_tokens_are_stocks(name, spec):
         if isinstance(schedule, PrefixSchedule):
             worst = schedule.report.features["verify"].worst
             assert worst["auxiliary losses"].units < 1
-    assert_bitwise(found[0][0], found[1][0])
+    assert_bitwise(found[0][0], found[1][0], may_vanish=True)  # some experts get no token
     assert found[0][1].keys() == found[1][1].keys()
     assert all(torch.equal(found[0][1][key], value) for key, value in found[1][1].items())
 

@@ -15,9 +15,8 @@ from megatron_prefix.features.watch.traces import CallGraph, next_number
 from megatron_prefix.refusals import table
 from megatron_prefix.run.calls import Callbacks
 from tests.harness import one_group, steps
-from tests.harness.one_group import assert_bitwise
 from tests.harness.one_rank import small_model
-from tests.harness.steps import Contract
+from tests.harness.steps import Contract, assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 

@@ -12,8 +12,9 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.refusals import table
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import lora, steps
-from tests.harness.one_group import assert_bitwise, items
+from tests.harness.one_group import items
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import assert_bitwise
 
 SMALL = {"segment_tokens": 8, "chunk_tokens": 8}
 """More than one wave, so that segments run between forward steps that go on."""
@@ -150,7 +151,7 @@ def test_other_steps_stay_with_the_stock_schedule(one, step):
     found = two_steps(ours, step, adapted(small_model(wrap_ddp=False)))
     wanted = two_steps(stock_schedule(), step, adapted(small_model(wrap_ddp=False)))
     for mine, its in zip(found, wanted, strict=True):
-        assert_bitwise(mine, its)
+        assert_bitwise(mine, its, may_vanish=True)
     assert ours.report is not None and ours.report.decision.reason.endswith(KEPT[step].fix)
     with pytest.raises(UserError) as caught:
         two_steps(schedule("on"), step, adapted(small_model(wrap_ddp=False)))

@@ -230,19 +230,29 @@ def pooled_step(tower, once=None):
     """Rows of calls of images and of a video of two frames, and gradients."""
     draw, losses, rows = torch.Generator().manual_seed(1), [], []
     pixels = [torch.randn(t * h * w, 3, 1, 1, generator=draw).double() for t, h, w in GRIDS]
+    with trained(tower, once) as gradients:
+        for call in CALLS:
+            grid = torch.tensor([GRIDS[i] for i in call])
+            found = tower(torch.cat([pixels[i] for i in call]), grid)
+            assert isinstance(found, list) and len(found) == len(call)
+            weights = [torch.randn(one.shape, generator=draw).double() for one in found]
+            losses.append(sum((a * b).sum() for a, b in zip(found, weights, strict=True)))
+            rows += [one.detach() for one in found]
+        sum(losses).backward()
+    return rows, gradients
+
+
+@contextlib.contextmanager
+def trained(tower, once):
+    """Around all forwards and backwards of a step; gives a list that then has its gradients."""
+    gradients = []
     tower.zero_grad()
     if once is not None:
         once.begin()
-    for call in CALLS:
-        found = tower(torch.cat([pixels[i] for i in call]), torch.tensor([GRIDS[i] for i in call]))
-        assert isinstance(found, list) and len(found) == len(call)
-        weights = [torch.randn(one.shape, generator=draw).double() for one in found]
-        losses.append(sum((a * b).sum() for a, b in zip(found, weights, strict=True)))
-        rows += [one.detach() for one in found]
-    sum(losses).backward()
+    yield gradients
     if once is not None:
         once.backward()
-    return rows, [one.grad.clone() for one in tower.parameters()]
+    gradients += [one.grad.clone() for one in tower.parameters()]
 
 
 def test_towers_that_list_their_images():
@@ -274,21 +284,15 @@ def test_the_tower_runs_again_under_its_own_autocast():
     tower, grid = ByHeight(), torch.tensor([[1, 4, 8]])
     patches, draw = torch.randn(32, 2), torch.randn(32, 2)
 
-    def gradient(around):
-        tower.zero_grad()
-        with around() as once:
+    found = []
+    for around in (contextlib.nullcontext, once_around(tower)):
+        with around() as once, trained(tower, once) as gradients:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 [rows] = tower(patches, grid_thw=grid)
-            if once is not None:
-                once.begin()
             (rows.float() * draw).sum().backward()
-            if once is not None:
-                once.backward()
-        assert rows.dtype == torch.bfloat16 and tower.first.weight.grad is not None
-        return tower.first.weight.grad.clone()
-
-    expected = gradient(contextlib.nullcontext)
-    assert torch.equal(gradient(lambda: TowerOnce(tower, lambda: 0).running()), expected)
+        assert rows.dtype == torch.bfloat16
+        found.append(gradients)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_outputs_that_get_one_gradient():
@@ -296,15 +300,10 @@ def test_outputs_that_get_one_gradient():
     tower, gradients = Twice(), []
     patches, grid = torch.randn(2, 2).double(), torch.tensor([[1, 1, 2]])
     for around in (contextlib.nullcontext, once_around(tower)):
-        tower.zero_grad()
-        with around() as once:
-            if once is not None:
-                once.begin()
+        with around() as once, trained(tower, once) as found:
             for factor in (1, 2, 3):
                 one, none, other = tower(patches, grid_thw=grid)
                 assert none is None
                 (factor * (one + other)).sum().backward()
-            if once is not None:
-                once.backward()
-        gradients.append([one.grad.clone() for one in tower.parameters()])
+        gradients.append(found)
     torch.testing.assert_close(gradients[1], gradients[0])
