@@ -111,42 +111,59 @@ def test_a_failure_leaves_no_segment_with_graphs(monkeypatch):
         same(one, other)
 
 
+def change(layer, what):
+    """One of the things that the graphs of a layer were captured with."""
+    if what == "angles":
+        layer.self_attention.rotary_pos_emb.mscale = 2.0
+        return
+    weight = layer.mlp.linear_fc1.weight
+    if what == "scale":
+        layer.self_attention.core_attention.softmax_scale = 0.7
+    elif what == "gradients":
+        weight.main_grad = torch.zeros_like(weight.main_grad)
+    elif what == "weights":
+        weight.data = 2 * weight.data
+    elif what != "policy":
+        weight.requires_grad_(what == "trained again")
+
+
+CHANGES = {
+    "tiny-llama": ("weights", "frozen", "trained again", "scale", "policy", "gradients"),
+    "tiny-deepseek": ("angles",),
+}
+"""What a model's graphs are tried with, one after the other."""
+
+
 @pytest.mark.usefixtures("recorded_graphs")
-@pytest.mark.parametrize(
-    "what", ["weights", "gradients", "frozen", "trained again", "angles", "scale", "policy"]
-)
-def test_what_changes_between_steps_is_captured_again(what, monkeypatch):
-    name = "tiny-deepseek" if what == "angles" else "tiny-llama"
-    plain, changed = (small_model(name, spec={"num_layers": 3}) for _ in range(2))
-    for layer in unwrap(changed).decoder.layers if what == "trained again" else ():
-        layer.mlp.linear_fc1.weight.requires_grad_(False)
-    given = config(memory="recompute_act" if what == "policy" else "retain")
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_between_steps_is_captured_again(name, monkeypatch):
+    plain, changed = (small_model(name) for _ in range(2))
+    given = config(memory="recompute_act" if "policy" in CHANGES[name] else "retain")
     schedule = PrefixSchedule(given)
     monkeypatch.setattr(RecomputeAct, "_drops", lambda *_: False)
-    captures = [0] * 6  # until each set has graphs of each form
-    for number in range(6):
-        steps(changed, given, schedule=schedule)
-        captures[number] = made(changed).captures
-    *_, first = captures
-    assert captures[-2] == first > 0, captures
-    monkeypatch.undo()  # with "policy" inner segments drop activations from here on
-    for model in (plain, changed):
-        for layer in unwrap(model).decoder.layers:
-            if what == "angles":
-                layer.self_attention.rotary_pos_emb.mscale = 2.0
-            elif what == "scale":
-                layer.self_attention.core_attention.softmax_scale = 0.7
-            elif what == "gradients":
-                weight = layer.mlp.linear_fc1.weight
-                weight.main_grad = torch.zeros_like(weight.main_grad)
-            elif what == "weights":
-                layer.mlp.linear_fc1.weight.data = 2 * layer.mlp.linear_fc1.weight.data
-            elif what != "policy":
-                layer.mlp.linear_fc1.weight.requires_grad_(what == "trained again")
-    ours = steps(changed, given, schedule=schedule)
-    assert made(changed).captures > first and not made(changed).refused
-    for one, other in zip(ours, without(plain, given), strict=True):
-        same(one, other)
+
+    def captures(num):
+        """After each of so many steps more."""
+        numbers = [0] * num
+        for number in range(num):
+            steps(changed, given, schedule=schedule)
+            numbers[number] = made(changed).captures
+        return numbers
+
+    *_, before, first = captures(5)  # until each set has graphs of each form
+    assert before == first > 0
+    for what in CHANGES[name]:
+        if what == "policy":  # inner segments drop activations from here on
+            monkeypatch.undo()
+        for layer in (*unwrap(plain).decoder.layers, *unwrap(changed).decoder.layers):
+            change(layer, what)
+        ours = steps(changed, given, schedule=schedule)
+        assert made(changed).captures > first and not made(changed).refused, what
+        for one, other in zip(ours, without(plain, given), strict=True):
+            same(one, other)
+        if what != CHANGES[name][-1]:
+            before, first = captures(2)
+            assert before == first, what
 
 
 def test_models_that_cannot_run_on_graphs_are_named():
