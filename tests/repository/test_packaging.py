@@ -2,6 +2,8 @@
 
 import ast
 import configparser
+import functools
+import gc
 import re
 import subprocess
 import sys
@@ -95,10 +97,29 @@ def num_lines(function):
     return function.end_lineno - function.lineno + 1 - doc
 
 
-def long_functions(text):
+def nodes_of(text):
+    return [*ast.walk(ast.parse(text))]
+
+
+@functools.cache
+def nodes(path):
+    """Of a file, which is parsed once for all rules."""
+    return nodes_of(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parsed():
+    """Nothing of what is parsed is garbage before the end."""
+    gc.disable()
+    yield
+    nodes.cache_clear()
+    gc.enable()
+
+
+def long_functions(path):
     """Functions over the limit that do not say why, in or just above them."""
-    lines, found = text.splitlines(), []
-    for node in ast.walk(ast.parse(text)):
+    lines, found = path.read_text(encoding="utf-8").splitlines(), []
+    for node in nodes(path):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         around = "\n".join(lines[max(0, node.lineno - 3) : node.end_lineno])
@@ -108,18 +129,13 @@ def long_functions(text):
 
 
 def test_functions_are_short_or_say_why_not():
-    found = [
-        f"{path}: {line}"
-        for path in sources()
-        for line in long_functions(path.read_text(encoding="utf-8"))
-    ]
-    assert found == []
+    assert [f"{path}: {line}" for path in sources() for line in long_functions(path)] == []
 
 
-def without_encoding(text):
-    """Calls that read or write text in whatever encoding the locale has."""
+def without_encoding(some):
+    """Calls that read or write text in whatever encoding the locale has, among nodes."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in some:
         if not isinstance(node, ast.Call) or any(one.arg == "encoding" for one in node.keywords):
             continue
         owner, _, name = ast.unparse(node.func).rpartition(".")
@@ -137,14 +153,10 @@ def without_encoding(text):
 
 def test_files_are_utf_8_in_every_locale():
     calls = ["open('x')", "x.open()", "x.read_text()", "f(x).write_text('')", "open(x, 'w')"]
-    assert without_encoding("\n".join(calls)) == calls
+    assert without_encoding(nodes_of("\n".join(calls))) == calls
     fine = ["open(x, 'rb')", "x.open('wb')", "x.read_text('utf-8')", "open(x, encoding='utf-8')"]
-    assert without_encoding("\n".join(fine)) == []
-    found = [
-        f"{path}: {call}"
-        for path in sources()
-        for call in without_encoding(path.read_text("utf-8"))
-    ]
+    assert without_encoding(nodes_of("\n".join(fine))) == []
+    found = [f"{path}: {call}" for path in sources() for call in without_encoding(nodes(path))]
     assert found == []
 
 
@@ -176,10 +188,10 @@ def is_private(name):
     return name.startswith("_") and not name.startswith("__") and name.strip("_").isidentifier()
 
 
-def defined(tree):
+def defined(path):
     """Private names that a file gives to something."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -189,13 +201,13 @@ def defined(tree):
     return set(filter(is_private, found))
 
 
-def used(tree):
+def used(path):
     """Private names that a test takes from elsewhere: attributes, imports, and names in strings.
 
     What a class of the test's own file keeps on itself is its own.
     """
-    own = defined(tree)
-    for node in ast.walk(tree):
+    own = defined(path)
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
             on_itself = isinstance(node.value, ast.Name) and node.value.id == "self"
             if not (on_itself and node.attr in own):
@@ -210,14 +222,13 @@ def counted(folder, names):
     """Uses of `names` in every file below a folder, most first."""
     found = Counter()
     for path in sorted(folder.rglob("*.py")):
-        tree = ast.parse(path.read_text("utf-8"))
-        found[str(path.relative_to(folder))] = sum(name in names for name in used(tree))
+        found[str(path.relative_to(folder))] = sum(name in names for name in used(path))
     return found
 
 
 def test_few_private_names_are_used():
     package = [*(REPOSITORY / "megatron_prefix").rglob("*.py")]
-    names = set().union(*(defined(ast.parse(path.read_text("utf-8"))) for path in package))
+    names = set().union(*map(defined, package))
     found = counted(REPOSITORY / "tests", names - FOREIGN)
     most = "\n".join(f"{num} in {name}" for name, num in found.most_common(8))
     assert found.total() <= MOST, f"{found.total()} uses, {MOST} are allowed; most:\n{most}"
@@ -232,7 +243,7 @@ def test_names_of_tests_fit_a_line():
     long = [
         f"{path.name}: {node.name}"
         for path in REPOSITORY.joinpath("tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
         if len(node.name) > LONGEST
     ]
