@@ -50,7 +50,6 @@ ODD = [
     auto_row("is overwritten by a later forward step", scale="tensor"),
 ]  # fmt: skip
 ORDINARY = [
-    auto_row("", False, True),
     auto_row("", False, True, draws="step"),
     auto_row("", False, True, draws="python"),
     auto_row("", False, True, hook="forks for nothing"),
