@@ -21,7 +21,7 @@ from tests.harness.frames import with_room
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile(
     "repeatable",
-    max_examples=50,
+    max_examples=30,
     derandomize=True,
     deadline=None,
     database=None,

@@ -26,7 +26,7 @@ def flat_forest(**options):
 
 
 @given(st.one_of(forests, st.builds(random_forest, st.randoms(use_true_random=True))))
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_b_order_has_waves_in_f_order_and_inner_ones_early(forest):
     segments, order = forest.segments, backward_order(forest.segments)
     waves = [index for index in order if not segments[index].inner]
@@ -53,7 +53,7 @@ def losses(forest, microbatch_of):
 
 
 @given(forests, st.integers(1, 4), st.randoms(use_true_random=False))
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_closings_wait_for_the_whole_microbatch(forest, size, rng):
     microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]
     rng.shuffle(microbatch_of)
@@ -64,7 +64,7 @@ def test_closings_wait_for_the_whole_microbatch(forest, size, rng):
 
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_all_ranks_follow_the_same_two_orders(forest, num_ranks, run_ahead):
     plan = make_plan(forest, num_ranks, run_ahead=run_ahead)
     order, num = backward_order(forest.segments, loss_ready_after(forest)), len(forest.segments)
@@ -103,7 +103,7 @@ def test_the_best_plan_is_the_shortest_that_holds_no_more():
 
 
 @given(forests, st.integers(2, 4), st.integers(2, 3), st.sampled_from([None, 1, 2, 5]))
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_virtual_stages_follow_megatron_order_and_run(forest, num_ranks, num_chunks, group_size):
     """`group_size` segments a turn of each model chunk, on every rank alike."""
     plan = make_plan(forest, num_ranks, num_chunks=num_chunks, group_size=group_size)
@@ -126,7 +126,7 @@ def test_virtual_stages_follow_megatron_order_and_run(forest, num_ranks, num_chu
 
 
 @given(forests, st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.sampled_from([1, 3]))
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_a_bound_on_live_rows_is_kept_but_for_what_must_be_held(
     forest, num_ranks, num_chunks, rows, run_ahead
 ):

@@ -120,7 +120,7 @@ def test_a_loss_that_does_not_exist_yet():
 
 
 @given(st.randoms(use_true_random=False), st.integers(2, 4))
-@settings(max_examples=rounds(100, 500))
+@settings(max_examples=rounds(50, 500))
 def test_swapped_cells_are_refused_or_harmless(rng, num_ranks):
     """Whatever two cells are swapped: the plan is refused, or all of it runs."""
     plan = ruled_plan(random_forest(rng, depth=2), num_ranks)

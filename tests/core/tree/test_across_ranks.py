@@ -200,7 +200,7 @@ def test_spans_with_loss_are_in_segments_of_their_own():
 
 @pytest.mark.parametrize("look", [1, 4, 16, 512])
 @given(rollout_sets(), tree_options())
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_no_tree_saves_more(look, sets, options):
     forest = build(*sets, options)
     with mock.patch.object(beginnings, "LONGEST_LOOK", look):

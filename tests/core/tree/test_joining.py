@@ -27,7 +27,7 @@ def owners(num, each):
 
 
 @given(rollout_sets(), tree_options(), st.integers(1, 4), st.sampled_from([0, 10, 1000]))
-@settings(max_examples=rounds(75, 500))
+@settings(max_examples=rounds(40, 500))
 def test_joined_forests_are_whole(sets, options, each, gain):
     rollouts, groups = sets
     owner = owners(len(rollouts), each)

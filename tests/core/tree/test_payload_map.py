@@ -72,7 +72,7 @@ def check_program(segments, program, parts=1):
 
 
 @given(st.randoms(use_true_random=True), st.integers(1, 4), st.integers(1, 2), st.booleans())
-@settings(max_examples=rounds(75, 500))
+@settings(max_examples=rounds(40, 500))
 def test_live_rows_never_overlap_and_queries_see_their_ancestors(rng, num_ranks, num_chunks, ahead):
     forest = random_forest(rng)
     num_chunks = num_chunks if num_ranks > 1 else 1
@@ -182,7 +182,7 @@ def check_tails(segments, program, form):
 
 
 @given(st.randoms(use_true_random=True), st.integers(1, 40), st.integers(1, 3))
-@settings(max_examples=rounds(75, 500))
+@settings(max_examples=rounds(40, 500))
 def test_queries_see_the_last_positions_before_them(rng, window, num_ranks):
     forest, form = random_forest(rng), Form("positions", window)
     plan = make_plan(forest, num_ranks)

@@ -171,7 +171,7 @@ def test_deep_trees_need_no_recursion():
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_shared_rows_hold_the_same_pairs_and_one_tree_each(sets, options):
     rollouts, groups = sets
     forest = build(rollouts, groups, options)
@@ -227,7 +227,7 @@ def test_routes_that_no_model_can_follow_are_refused():
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_boundaries_are_aligned_and_inner_segments_unpadded(sets, options):
     forest = build(*sets, options)
     is_prefix_tree(forest)
@@ -247,7 +247,7 @@ def test_boundaries_are_aligned_and_inner_segments_unpadded(sets, options):
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_chunks_keep_the_limit_and_nothing_else_is_a_chain(sets, options):
     forest = build(*sets, options)
     limit = options.chunk_tokens // options.boundary * options.boundary
@@ -267,7 +267,7 @@ def test_chunks_keep_the_limit_and_nothing_else_is_a_chain(sets, options):
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_scored_segments_reach_a_trained_position(sets, options):
     rollouts, groups = sets
     forest = build(rollouts, groups, options)
@@ -279,7 +279,7 @@ def test_scored_segments_reach_a_trained_position(sets, options):
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=rounds(75, 500))
+@settings(max_examples=rounds(40, 500))
 def test_loss_in_leaves_shares_trained_positions_of_copies(sets, options):
     rollouts, groups = sets
     options = TreeOptions(**{**vars(options), "loss_in_leaves": True})
@@ -292,7 +292,7 @@ def test_loss_in_leaves_shares_trained_positions_of_copies(sets, options):
 
 
 @given(rollout_sets(), st.sampled_from([1, 1, 2, 3, 4, 8, 16]), st.sampled_from(["group", "batch"]))
-@settings(max_examples=rounds(75, 500))
+@settings(max_examples=rounds(40, 500))
 def test_executed_tokens_are_those_of_the_trie(sets, align, share):
     rollouts, groups = sets
     forest = build(rollouts, groups, exact(multiple=align, share=share))
@@ -302,7 +302,7 @@ def test_executed_tokens_are_those_of_the_trie(sets, align, share):
 
 
 @given(rollout_sets(), st.integers(0, 40), st.sampled_from([1, 2, 4]))
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_dissolving_leaves_only_segments_that_save_enough(sets, min_gain, align):
     rollouts, groups = sets
     forest = build(rollouts, groups, exact(min_gain=min_gain, multiple=align))
@@ -328,7 +328,7 @@ def test_dissolving_leaves_only_segments_that_save_enough(sets, min_gain, align)
 
 
 @given(rollout_sets(), tree_options(), st.randoms(use_true_random=False))
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_sharing_does_not_depend_on_the_order_of_rollouts(sets, options, rng):
     rollouts, groups = sets
     order = list(range(len(rollouts)))
@@ -358,7 +358,7 @@ forests = st.one_of(
 
 
 @given(forests)
-@settings(max_examples=rounds(75, 500))
+@settings(max_examples=rounds(40, 500))
 def test_every_rollout_goes_through_one_span_a_position(forest):
     """And at most once through a segment, so none of its spans is an ancestor of another."""
     is_prefix_tree(forest)
@@ -369,7 +369,7 @@ def test_every_rollout_goes_through_one_span_a_position(forest):
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=rounds(75, 500))
+@settings(max_examples=rounds(40, 500))
 def test_segments_keep_the_budget_unless_they_are_a_single_span(sets, options):
     for segment in build(*sets, options).segments:
         if len(segment.spans) > 1 and options.segment_tokens:
@@ -377,7 +377,7 @@ def test_segments_keep_the_budget_unless_they_are_a_single_span(sets, options):
 
 
 @given(rollout_sets(), tree_options(), st.sampled_from([1, 5, 20, 100]))
-@settings(max_examples=rounds(75, 500))
+@settings(max_examples=rounds(40, 500))
 def test_inner_segments_save_at_least_the_gain_of_a_segment(sets, options, gain):
     plain = TreeOptions(**{**vars(options), "chunk_tokens": 0})
     forest = build(*sets, TreeOptions(**{**vars(plain), "segment_gain": gain}))
@@ -431,7 +431,7 @@ def test_groups_over_many_microbatches_do_not_hold_all_leaves():
 
 
 @given(rollout_sets(), tree_options(), st.integers(1, 4))
-@settings(max_examples=rounds(75, 500))
+@settings(max_examples=rounds(40, 500))
 def test_forests_of_any_microbatches_are_forests(sets, options, size):
     rollouts, groups = sets
     microbatch_of = [number // size for number in range(len(rollouts))]

@@ -37,7 +37,7 @@ def replays(schedule, model, recorded, seed):
 def test_tried_after_first_steps_and_kept_if_they_pay(pays, kept, monkeypatch, recorded_graphs):
     monkeypatch.setattr(cost_meter, "EVERY", 9)
     monkeypatch.setattr(choice, "PAYS", pays)
-    model, schedule = small_model(spec={"num_layers": 3}), PrefixSchedule(CONFIG)
+    model, schedule = small_model(), PrefixSchedule(CONFIG)
     lengths, replayed = [], []
     for seed in range(11):
         replayed.append(replays(schedule, model, recorded_graphs, seed))
@@ -50,7 +50,7 @@ def test_tried_after_first_steps_and_kept_if_they_pay(pays, kept, monkeypatch, r
 
 def test_first_steps_with_graphs_are_compared_as_well(monkeypatch, recorded_graphs):
     monkeypatch.setattr(choice, "PAYS", 1e9)
-    model = small_model(spec={"num_layers": 3})
+    model = small_model()
     schedule, compared = PrefixSchedule(replace(CONFIG, verify=1)), []
     for seed in range(8):
         replayed = replays(schedule, model, recorded_graphs, seed)
@@ -67,7 +67,7 @@ def test_memory_that_is_returned_between_steps_is_for_others(tokens, monkeypatch
     monkeypatch.setattr(cost_meter, "EVERY", 3)
     reserved = iter(range(100))  # twice a step: it grows, until a trainer empties the cache
     monkeypatch.setattr(cuda, "reserved_bytes", lambda _: next(reserved))
-    model = small_model(spec={"num_layers": 3})
+    model = small_model()
     schedule = PrefixSchedule(replace(CONFIG, graph_tokens=tokens))
     replayed = []
     for seed in range(12):
@@ -90,7 +90,7 @@ def test_a_capture_is_no_time_of_a_step(most, monkeypatch, recorded_graphs):
 
     monkeypatch.setattr(part.Graphs, "timed", timed)
     monkeypatch.setattr(part, "MOST_CAPTURED", most)
-    model = small_model(spec={"num_layers": 3})
+    model = small_model()
     schedule = PrefixSchedule(replace(CONFIG, graph_tokens=32))
     for prompt in (24, 24, 24, 24, 14, 14, 14, 14):
         items = align.microbatches([*generate(2, prompt, 9, 4, vocab_size=64, seed=0)], 0)

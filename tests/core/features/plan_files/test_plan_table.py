@@ -64,7 +64,7 @@ def test_a_plan_as_csv():
 
 
 @given(rollout_sets(), tree_options(), st.integers(1, 8))
-@settings(max_examples=rounds(50, 500))
+@settings(max_examples=rounds(30, 500))
 def test_a_plan_is_read_back(sets, options, num_ranks):
     plan = make_plan(build(*sets, options), num_ranks)
     assert from_csv(to_csv(plan)) == plan

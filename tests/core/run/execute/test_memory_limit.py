@@ -33,7 +33,7 @@ VOCAB = 128
 def model(monkeypatch):
     """No bytes are too few to count."""
     monkeypatch.setattr(prediction, "LEAST_OVER", 0.0)
-    return small_model("tiny-llama", vocab=VOCAB, spec={"num_layers": 3}, dtype=torch.float32)
+    return small_model("tiny-llama", vocab=VOCAB, spec={"num_layers": 2}, dtype=torch.float32)
 
 
 def batches(order, prompt=160, response=32, size=2):
