@@ -81,7 +81,7 @@ SCALES = {
         dict(num_layers=2, hidden_size=128, num_attention_heads=8, num_query_groups=8,
              kv_channels=16, ffn_hidden_size=256, init_method_std=0.06),
         prompt_tokens=33, pack_tokens=1024, most_records=5, demonstrated=1000, records=32,
-        questions=5, updates=100, groups=16, answers=8, learning_rate=2e-3, policy_rate=1e-4,
+        questions=5, updates=80, groups=64, answers=8, learning_rate=2e-3, policy_rate=3e-4,
     ),
     "cuda": Scale(
         dict(num_layers=8, hidden_size=768, num_attention_heads=12, num_query_groups=4,

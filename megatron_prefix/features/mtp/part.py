@@ -49,6 +49,7 @@ class MultiToken(StepPart):
     _step: StepAhead | None = None  # of the last attempt
     _inside: LooksAhead | None = None
     _has_loss = True
+    _is_fp32 = False
 
     def refusals(self) -> Iterator[Reason]:
         """See StepPart."""
@@ -68,6 +69,8 @@ class MultiToken(StepPart):
         if without is methods.WithoutLabels.FAILS:
             raise refused(AHEAD_LABELS)
         self._has_loss = without is not methods.WithoutLabels.NO_LOSS
+        masks = [call["loss_mask"] for call in calls]
+        self._is_fp32 = any(mask is None or mask.dtype != torch.float64 for mask in masks)
         _check_keyword(model, calls)
         packings = (call["packed_seq_params"] for call in calls)
         if scales_microbatches(packings, model.config):
@@ -142,8 +145,9 @@ class MultiToken(StepPart):
         if not self._has_loss:
             samples = [replace(sample, weights=np.zeros(len(sample))) for sample in samples]
         cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.model.sequence_ranks
+        division = replace(methods.division(model), is_fp32=self._is_fp32)
         tables = AheadTables(
-            step.forest, samples, step.microbatch_of, methods.division(model), cp.rank(), cp.size(),
+            step.forest, samples, step.microbatch_of, division, cp.rank(), cp.size(),
             rank.model.looks_ahead, apart=contract.scales is not None,
         )  # fmt: skip
         if (communicator := _crossing_ranks(attempt)) is not None:

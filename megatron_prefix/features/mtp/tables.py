@@ -53,11 +53,13 @@ class Division:
         clamps: since 0.17 it divides by 1 at least, and with `per_token` by the share of the
             weights that are left.
         clamps_mean: since 0.18 also for the logged mean.
+        is_fp32: whether that share is fp32, as of weights that are whole numbers or fp32.
     """
 
     per_token: bool
     clamps: bool
     clamps_mean: bool
+    is_fp32: bool = False
 
     def in_loss(self, shifted: Floats, unshifted: Floats) -> Floats:
         """What a weight counts in the loss.
@@ -68,7 +70,11 @@ class Division:
         """
         if not self.per_token:
             return _inverse(np.maximum(shifted, 1) if self.clamps else shifted)
-        return unshifted / np.maximum(shifted, 1) if self.clamps else np.ones_like(shifted)
+        if not self.clamps:
+            return np.ones_like(shifted)
+        dtype = np.float32 if self.is_fp32 else np.float64
+        share = unshifted.astype(dtype) / np.maximum(shifted, 1).astype(dtype)
+        return share.astype(np.float64)
 
     def in_mean(self, shifted: Floats) -> Floats:
         """What it counts in the logged mean; 0 in a microbatch without any."""
