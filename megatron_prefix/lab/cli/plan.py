@@ -40,6 +40,7 @@ from megatron_prefix.plan.actions import POLICIES, Plan, policies
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.prediction import predict as predicted_times
+from megatron_prefix.plan.step_planner import FEWEST_SEGMENTS
 from megatron_prefix.tree import Forest, TreeOptions, build
 
 HELP = """\
@@ -106,8 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 TEXTS = {
     "segment_tokens": "most positions in one forward (a single span may exceed it); 0: no limit;"
-    " auto: the length with the shortest predicted step. With --chunk-tokens auto, N, N/2, N/4, ..."
-    " are tried (default {})",
+    " auto: the length with the shortest predicted step. In a pipeline, as in a run, and with"
+    " --chunk-tokens auto, N, N/2, N/4, ... are tried (default {})",
     "across_ranks": "plan all ranks together: a prefix that several data-parallel ranks share runs"
     " on one of them. auto and on do the same here (default: off)",
 }
@@ -213,7 +214,7 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     model = model if model.vocab_size else model.with_vocab(largest + 1)
     pairs = pairs_of_groups(groups, model.needs_tails)
     steps: list[_PlannedStep] = []
-    lengths = _segment_lengths(args)
+    lengths = _segment_lengths(args, layout.pp)
     for length in watched(args, lengths, "lengths of segments planned", len(lengths)):
         config, forest = _cut(args, layout, model, pairs, replace(config, segment_tokens=length))
         plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
@@ -222,16 +223,28 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
             groups, dropped, config, _options(args, config, layout), forest, plan, timeline, model,
             layout, dealt,
         ))  # fmt: skip
+        if _fills(args, layout.pp, steps):
+            break
     return min(steps, key=lambda step: _predicted(step).prefix_seconds)
 
 
-def _segment_lengths(args: argparse.Namespace) -> tuple[int, ...]:
-    """Lengths of segments to try: of "auto" all, beside chunks that are "auto" halves, too."""
+def _segment_lengths(args: argparse.Namespace, num_ranks: int) -> tuple[int, ...]:
+    """Lengths of segments to try: of "auto" all; in a pipeline, and beside chunks that are "auto",
+    halves, too."""
     if args.segment_tokens == "auto":
         return (*reversed(SEGMENT_TOKENS), LEAST_SEGMENT)
     halves = (args.segment_tokens >> by for by in range(1, args.segment_tokens.bit_length()))
     shorter = [length for length in halves if length >= LEAST_SEGMENT]
-    return (args.segment_tokens, *(shorter if args.chunk_tokens == "auto" else ()))
+    has_choice = args.chunk_tokens == "auto" or num_ranks > 1
+    return (args.segment_tokens, *(shorter if has_choice else ()))
+
+
+def _fills(args: argparse.Namespace, num_ranks: int, steps: Sequence[_PlannedStep]) -> bool:
+    """Whether a step's pipeline has enough segments, so that a run tries no shorter ones; see
+    `StepPlanner`."""
+    if "auto" in (args.segment_tokens, args.chunk_tokens) or num_ranks == 1:
+        return False
+    return len(steps) >= 2 and len(steps[-1].forest.segments) >= FEWEST_SEGMENTS * num_ranks
 
 
 def _cut(

@@ -128,8 +128,9 @@ def test_auto_looks_for_lengths_of_chunks_and_of_segments(capsys, long):
     """Those of chunks alone left stages waiting 42.9 % of the time, 15.8 % with short segments."""
     options = ("plan", long, "--pp", "4")
     plain, auto = result(capsys, *options), result(capsys, *options, "--chunk-tokens", "auto")
-    assert plain["bubble_fraction"] > 0.5 and auto["bubble_fraction"] < 0.2
-    assert auto["segment_tokens"] < plain["segment_tokens"] == 16384
+    # Without chunks, too, segments are shorter than 16,384, as in a run, until each stage has four.
+    assert 0.25 < plain["bubble_fraction"] < 0.4 and auto["bubble_fraction"] < 0.2
+    assert auto["segment_tokens"] < plain["segment_tokens"] == 4096
     lengths = (str(auto[name]) for name in ("chunk_tokens", "segment_tokens"))
     fixed = ("--chunk-tokens", next(lengths), "--segment-tokens", next(lengths))
     assert result(capsys, *options, *fixed) == auto

@@ -95,7 +95,8 @@ def test_every_refused_feature_is_listed_with_what_to_do(report):
     assert {line["kind"] for line in report["refusals"]} == {"never supported", "not supported yet"}
 
 
-def test_for_people():
+def test_for_people(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # as wide as in a file
     done = doctored("--device", "cpu", "--refused")
     words = " ".join(done.stdout.split())
     for title in ("attention kernels on cpu", *(f"refused: {title}" for title in GROUPS.values())):
