@@ -2,12 +2,14 @@
 
     python benchmarks/across_ranks_planning.py ../shared/data/{rag_musique,gsm8k}.jsonl.gz
 
-Host time of one core, median of several runs. Rollouts of a file are dealt at random to ranks of
+Processor time of one core, median of several runs. Rollouts of a file are dealt at random to ranks of
 about 100,000 tokens; a file that is too small is repeated with other tokens, and without files
-groups are drawn. Per number of ranks: what a rank says of its beginnings (`tell`), the bytes of
-that and of what it hears, reading that (`hear`), what ranks have in common (`common`), the forest
-(`forest`), its plan (`plan`) and the place of exchanges in it (`windows`). "sum" leaves out the
-forest and the plan, which a rank that shares alone makes as well: "alone" is both of them there.
+groups are drawn. All ranks are in this process, without messages; times and bytes are those of
+the rank that has most to answer: digests of its beginnings (`tell`), questions (`ask`), passing
+those of others on (`pass`), answers (`answer`, `return`), what it tells all ranks (`cut`), reading
+that of all (`hear`), what ranks have in common (`common`), the forest (`forest`), its plan
+(`plan`) and the place of exchanges in it (`crossing`). "sum" leaves out the forest and the plan,
+which a rank that shares alone makes as well: "alone" is both of them there.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import numpy as np
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.across.common import beginnings_of, common_spans
+from megatron_prefix.features.across.ranges import Inquiry, answered, distances, leaving
 from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
@@ -37,10 +40,22 @@ from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.planner import make_plan, with_crossing
 from megatron_prefix.plan.step_planner import StepPlanner
-from megatron_prefix.tree import Forest, Pairs
+from megatron_prefix.tree import Forest, Pairs, TreeOptions
 
 COST = cost_of(resolve("qwen3-8b"))
-STEPS = ("tell", "hear", "common", "forest", "plan", "crossing")
+STEPS = (
+    "tell",
+    "ask",
+    "pass",
+    "answer",
+    "return",
+    "cut",
+    "hear",
+    "common",
+    "forest",
+    "plan",
+    "crossing",
+)
 T = TypeVar("T")
 
 
@@ -84,9 +99,9 @@ class Clock:
 
     def timed(self, name: str, work: Callable[[], T]) -> T:
         """What some work returns."""
-        begin = time.perf_counter()
+        begin = time.process_time()
         found = work()
-        self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
+        self.seconds.setdefault(name, []).append(time.process_time() - begin)
         return found
 
     def ms(self, name: str) -> float:
@@ -100,17 +115,78 @@ def packs(rollouts: Sequence[Pairs]) -> list[int]:
     return [number for number, size in enumerate(sizes) for _ in range(size)]
 
 
+class Job:
+    """All ranks of a job in this process, and what one of them hears and does.
+
+    Args:
+        ranks: their rollouts.
+        options: see TreeOptions.
+        clock: of the rank that has most to answer.
+
+    Attributes:
+        rank: that one.
+        bytes_heard: of questions, answers, and what all ranks tell, by that rank.
+        said: what ranks tell all others, pickled.
+    """
+
+    def __init__(
+        self, ranks: Sequence[Sequence[Pairs]], options: TreeOptions, clock: Clock
+    ) -> None:
+        self._clock, self._num, self.bytes_heard = clock, len(ranks), 0
+        told = [beginnings_of(rollouts, options)[0] for rollouts in ranks]
+        inquiries = [Inquiry(each, rank, self._num) for rank, each in enumerate(told)]
+        asked = [inquiry.questions for inquiry in inquiries]
+        for_whom = np.concatenate([rows[:, 0] for rows in asked])
+        self.rank = int(np.bincount(for_whom, minlength=self._num).argmax())
+        clock.timed("ask", lambda: Inquiry(told[self.rank], self.rank, self._num))
+        asked = self._delivered(asked, "pass")
+        clock.timed("answer", lambda: answered(asked[self.rank]))
+        answers = self._delivered([*map(answered, asked)], "return")
+        clock.timed("cut", lambda: inquiries[self.rank].shared(answers[self.rank]))
+        both = zip(inquiries, answers, strict=True)
+        self.said = [pickle.dumps(inquiry.shared(rows)) for inquiry, rows in both]
+        self.bytes_heard += sum(map(len, self.said))
+
+    def _delivered(self, rows: list[np.ndarray], name: str) -> list[np.ndarray]:
+        """Rows of all ranks, each where it belongs."""
+        passed = []
+        for distance in distances(self._num):
+            parts = [self._parted(each, rank, distance) for rank, each in enumerate(rows)]
+            got = parts[self.rank - distance][1]
+            passed.append((rows[self.rank], distance, got))
+            self.bytes_heard += got.nbytes
+            rows = [
+                np.concatenate([kept, parts[rank - distance][1]])
+                for rank, (kept, _) in enumerate(parts)
+            ]
+        self._clock.timed(
+            name,
+            lambda: [
+                np.concatenate([self._parted(before, self.rank, distance)[0], got])
+                for before, distance, got in passed
+            ],
+        )
+        return rows
+
+    def _parted(self, rows: np.ndarray, rank: int, distance: int) -> tuple[np.ndarray, np.ndarray]:
+        """What a rank keeps and what it sends."""
+        is_leaving = leaving(rows, rank, self._num, distance)
+        return rows[~is_leaving], rows[is_leaving]
+
+
 def measure(ranks: Sequence[Sequence[Pairs]], repeats: int) -> str:
-    """One line of the table: rank 0's planning."""
+    """One line of the table: the planning of the rank that has most to answer."""
     planner, clock = StepPlanner(PrefixConfig(), COST, 1, 1, 1, None), Clock()
-    options, mine, microbatch_of = planner.options, ranks[0], packs(ranks[0])
-    build = functools.partial(planner.build, mine, microbatch_of)
-    sent = [pickle.dumps(beginnings_of(one, options)[0]) for one in ranks]
+    options = planner.options
     for _ in range(repeats):
-        told = functools.partial(beginnings_of, mine, options)
+        job = Job(ranks, options, clock)
+    rollouts, microbatch_of = ranks[job.rank], packs(ranks[job.rank])
+    build = functools.partial(planner.build, rollouts, microbatch_of)
+    for _ in range(repeats):
+        told = functools.partial(beginnings_of, rollouts, options)
         _, numbers = clock.timed("tell", told)
-        heard = clock.timed("hear", lambda: [*map(pickle.loads, sent)])
-        spans = functools.partial(common_spans, heard, 0, options)
+        heard = clock.timed("hear", lambda: [*map(pickle.loads, job.said)])
+        spans = functools.partial(common_spans, heard, job.rank, options)
         common = clock.timed("common", spans)
         find = functools.partial(find_below, beginnings=numbers, common=common)
         _, forest = clock.timed("forest", functools.partial(build, find=find))
@@ -118,11 +194,10 @@ def measure(ranks: Sequence[Sequence[Pairs]], repeats: int) -> str:
         clock.timed("crossing", functools.partial(with_crossing, plan, forest))
         clock.timed("alone", lambda: planned(build()[1], microbatch_of))
     total = sum(clock.ms(name) for name in STEPS if name not in ("forest", "plan"))
-    facts = len(mine), forest.executed_tokens, forest.received_tokens, len(common.spans)
-    megabytes = len(sent[0]) / 1e6, sum(map(len, sent)) / 1e6
+    facts = len(rollouts), forest.executed_tokens, forest.received_tokens, len(common.spans)
     times = [*map(clock.ms, STEPS), total, clock.ms("alone")]
     return " | ".join(
-        [*map(str, facts), *(f"{one:.2f}" for one in megabytes), *(f"{one:.1f}" for one in times)]
+        [*map(str, facts), f"{job.bytes_heard / 1e6:.2f}", *(f"{ms:.1f}" for ms in times)]
     )
 
 
@@ -135,11 +210,11 @@ def main() -> None:
     """Prints the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("rollouts", nargs="*", metavar="FILE", help="rollout files")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], metavar="N")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512], metavar="N")
     parser.add_argument("--tokens", type=int, default=100_000, help="of a rank (default 100000)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     args = parser.parse_args()
-    sizes = "rollouts, executed, received, common spans, MB sent, MB heard".split(", ")
+    sizes = "rollouts, executed, received, common spans, MB heard".split(", ")
     times = [f"{one}, ms" for one in (*STEPS, "sum", "alone")]
     titles = ["rollouts of", "ranks", *sizes, *times]
     print("| " + " | ".join(titles) + " |")

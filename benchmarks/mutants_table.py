@@ -71,6 +71,18 @@ _ACROSS = (
         "        digest = hashlib.blake2b(codes[start : start + block].data, digest_size=_BYTES)",
     ),
     _across(
+        "beginnings-end-with-a-shared-digest",
+        "features/across/ranges.py",
+        "kept = (having > 0) & (having != behind)",
+        "kept = (having > 0) & (behind == 0)",
+    ),
+    _across(
+        "answers-to-a-rank-alone",
+        "features/across/ranges.py",
+        "np.diff(places.bounds)[places.place] > 1",
+        "np.diff(places.bounds)[places.place] > 0",
+    ),
+    _across(
         "spans-with-loss-among-others",
         "features/across/common.py",
         "together[span.depth, owners[number], span.scored].append(number)",

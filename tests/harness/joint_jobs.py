@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_prefix.features.across.common import beginnings_of, common_spans
+from megatron_prefix.features.across.ranges import told_together
 from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.lab.plans.job_plan import job_plan
 from megatron_prefix.lab.plans.joint_program import Pipeline, Programs, joint_programs
@@ -76,7 +77,7 @@ def random_joint_job(rng, sizes=None):
 def forests_of(ranks, owners, options, *, ordered):
     """The segments of every data-parallel rank."""
     told = [beginnings_of(rank, options, block=1) for rank in ranks]
-    heard = [mine for mine, _ in told]
+    heard = told_together([beginnings for beginnings, _ in told])
     found = []
     for place, rank in enumerate(ranks):
         common = common_spans(heard, place, options)

@@ -6,6 +6,7 @@ digests are one place, and the one before it is its parent. No beginning is comp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,30 +14,57 @@ import numpy as np
 
 
 class RankBeginnings(NamedTuple):
-    """What a rank broadcasts of its beginnings: digests, no tokens.
+    """What a rank knows of its beginnings, or tells the others of them: digests, no tokens.
 
     A beginning is a rollout without its last position, or with `loss_in_leaves` up to its first
     position with loss. Beginnings with equal digests (128 bits of BLAKE2b) count as equal.
 
     Attributes:
-        lengths: positions of each beginning, all of them different: int64 [num].
-        digests: of each one's first block, its first two, and so on up to all of it: uint64
-            [sum of their blocks, 2]. The last block may be shorter.
+        counts: digests of each beginning: int64 [num].
+        digests: of each one's first block, its first two, and so on up to all of it; the others
+            hear only some of them (ranges.py): uint64 [sum of counts, 2].
+        ends: positions up to the end of each digest's last block, which may be shorter: int64
+            [sum of counts].
         first_trained: the first position of each that carries loss in any rollout; at most its
             length: int64 [num].
-        own: positions of its rollouts behind them.
-        block: positions of a block, a multiple of the trees' boundary.
+        own: positions that no digest is of.
+        positions: of all beginnings, and of what is behind them in every rollout.
     """
 
-    lengths: np.ndarray
+    counts: np.ndarray
     digests: np.ndarray
+    ends: np.ndarray
     first_trained: np.ndarray
     own: int
-    block: int
+    positions: int
 
-    def blocks(self) -> np.ndarray:
-        """Digests of each beginning: int64 [num]."""
-        return -(-self.lengths // self.block)
+    def beginning(self) -> np.ndarray:
+        """Of each digest: int64 [sum of counts]."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    def is_first(self) -> np.ndarray:
+        """Whether each digest is the first one of its beginning: bool [sum of counts]."""
+        return np.diff(self.beginning(), prepend=-1) > 0
+
+    def starts(self) -> np.ndarray:
+        """Positions up to the end of the digest before each: int64 [sum of counts]."""
+        return np.where(self.is_first(), 0, np.append(0, self.ends)[:-1])
+
+
+class Places(NamedTuple):
+    """Digests by their place in the tree.
+
+    Attributes:
+        place: of each digest: int64 [digests].
+        order: digests sorted by place, those of one place ascending: int64 [digests].
+        bounds: where places begin in `order`, and its length: int64 [places + 1].
+        firsts: the first digest of each place: int64 [places].
+    """
+
+    place: np.ndarray
+    order: np.ndarray
+    bounds: np.ndarray
+    firsts: np.ndarray
 
 
 class BlockTree(NamedTuple):
@@ -44,103 +72,63 @@ class BlockTree(NamedTuple):
 
     Attributes:
         start, end: positions of each node.
-        parent: the node that it continues; -1: none.
         ranks: that have it, ascending.
         first_trained: the first position that carries loss on any of them.
         children: of each node, and last the roots; in the order of their first beginning.
-        below: per rank the last node of each of its beginnings; -1: no other rank shares any of it.
-        local_only: per rank the positions of blocks that no other rank has, each counted once.
+        below: per rank the last node of each of its beginnings, -1: no other rank shares any of it:
+            int64 [num].
     """
 
     start: list[int]
     end: list[int]
-    parent: list[int]
     ranks: list[tuple[int, ...]]
     first_trained: list[int]
     children: list[list[int]]
-    below: list[list[int]]
-    local_only: list[int]
-
-
-class _Blocks(NamedTuple):
-    """All blocks of all ranks, one after another.
-
-    Attributes:
-        beginning: of each block, counted over all ranks: int64 [blocks].
-        rank: of each beginning: int64 [beginnings].
-        starts, lengths: the first block and the positions of each beginning.
-        place: of each block in the tree: int64 [blocks].
-        order: blocks sorted by place.
-        bounds: where places begin in `order`, and its length.
-        shared: whether several ranks have a place: bool [places].
-    """
-
-    beginning: np.ndarray
-    rank: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    place: np.ndarray
-    order: np.ndarray
-    bounds: np.ndarray
-    shared: np.ndarray
+    below: list[np.ndarray]
 
 
 def block_tree(ranks: Sequence[RankBeginnings]) -> BlockTree:
-    """The tree of the ranks' beginnings; the same on all ranks."""
-    blocks = _blocks(ranks)
-    block = ranks[0].block
-    # In a beginning shared blocks come before unshared ones.
-    shared = blocks.shared[blocks.place]
-    reached = np.bincount(blocks.beginning[shared], minlength=len(blocks.rank))
-    places, parents = _parents(blocks)
-    num = len(blocks.shared)
-    children = np.bincount(parents[parents >= 0], minlength=num)
-    ending = np.zeros(num, bool)
-    is_shared = reached > 0
-    lasts = (blocks.starts + reached - 1)[is_shared]
-    ending[blocks.place[lasts]] = True
-    cut = (children != 1) | ending  # a node ends with the place
-    heads = places[np.append(cut, True)[parents]]  # -1 is the last one
-    tails = places[cut[places]]
-    node_of = _nodes(blocks, shared, heads)
-    ended = node_of[blocks.order[blocks.bounds[tails]]]  # nodes in the order of their tails
-    tail_of = np.empty(len(heads), np.int64)
-    tail_of[ended] = tails
-    of_tail = np.full(num + 1, -1)
-    of_tail[tails] = ended
-    parent = of_tail[parents[np.searchsorted(places, heads)]]
-    below = np.full(len(is_shared), -1)
-    below[is_shared] = node_of[lasts]
-    counts = np.cumsum([len(rank.lengths) for rank in ranks])[:-1]
-    start, end = _positions(blocks, heads, tail_of, block)
-    members, trained = _members_of(blocks, heads, ranks)
+    """The tree of what ranks tell of their beginnings, a node for each digest; the same on all."""
+    counts, digests, ends, trained = (
+        np.concatenate([told[column] for told in ranks]) for column in range(4)
+    )
+    job = RankBeginnings(counts, digests, ends, trained, 0, 0)
+    places = places_of(digests)
+    firsts, beginning = places.firsts, job.beginning()
+    parent = np.where(job.is_first()[firsts], -1, places.place[firsts - 1])
+    children: list[list[int]] = [[] for _ in range(len(firsts) + 1)]
+    above = parent.tolist()
+    for node in np.argsort(beginning[firsts], kind="stable").tolist():
+        children[above[node]].append(node)
+    below = np.append(places.place, -1)[np.where(counts > 0, np.cumsum(counts) - 1, -1)]
+    nums = [len(told.counts) for told in ranks]
+    rank = np.repeat(np.arange(len(ranks)), nums)
+    having = beginning[places.order]
     return BlockTree(
-        start, end, parent.tolist(), members, trained,
-        _children(blocks, heads, parent), [one.tolist() for one in np.split(below, counts)],
-        _alone(blocks, block, len(ranks)),
+        job.starts()[firsts].tolist(), ends[firsts].tolist(),
+        _members(rank[having], places, len(ranks)),
+        np.minimum.reduceat(trained[having], places.bounds[:-1]).tolist() if len(firsts) else [],
+        children, np.split(below, np.cumsum(nums)[:-1]),
     )  # fmt: skip
 
 
-def _blocks(ranks: Sequence[RankBeginnings]) -> _Blocks:
-    halves = [
-        np.concatenate([beginnings.digests[:, half] for beginnings in ranks]) for half in (0, 1)
-    ]
-    nums = np.concatenate([beginnings.blocks() for beginnings in ranks])
-    rank = np.repeat(np.arange(len(ranks)), [len(beginnings.lengths) for beginnings in ranks])
-    beginning = np.repeat(np.arange(len(nums)), nums)
-    order, differ = _sorted(*halves)
+def _members(rank: np.ndarray, places: Places, num_ranks: int) -> list[tuple[int, ...]]:
+    """Per place the ranks that have it. `rank`: of each digest, in the order of places."""
+    node = np.repeat(np.arange(len(places.firsts)), np.diff(places.bounds))
+    pairs = np.unique(node * num_ranks + rank)
+    names = (pairs % num_ranks).tolist()
+    bounds = np.searchsorted(pairs // num_ranks, np.arange(len(places.firsts) + 1)).tolist()
+    return [tuple(names[begin:end]) for begin, end in itertools.pairwise(bounds)]
+
+
+def places_of(digests: np.ndarray) -> Places:
+    """Finds digests that are equal; uint64 [num, 2]."""
+    order, differ = _sorted(*np.ascontiguousarray(digests.T))
     begins = np.flatnonzero(np.append(np.ones(min(1, len(order)), bool), differ))
     bounds = np.append(begins, len(order))
     place = np.empty(len(order), np.int64)
     place[order] = np.repeat(np.arange(len(begins)), np.diff(bounds))
-    of_block = rank[beginning][order]
-    shared = np.zeros(0, bool)
-    if len(begins):
-        lowest, highest = (of.reduceat(of_block, begins) for of in (np.minimum, np.maximum))
-        shared = lowest != highest
-    lengths = np.concatenate([beginnings.lengths for beginnings in ranks])
-    starts = np.cumsum(nums) - nums
-    return _Blocks(beginning, rank, starts, lengths, place, order, bounds, shared)
+    return Places(place, order, bounds, order[begins])
 
 
 def _sorted(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -161,68 +149,3 @@ def _sorted(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarr
         first_half, second_half = first[order], second[order]
         differ = (first_half[1:] != first_half[:-1]) | (second_half[1:] != second_half[:-1])
     return order, differ
-
-
-def _alone(blocks: _Blocks, block: int, num_ranks: int) -> list[int]:
-    unshared = blocks.order[blocks.bounds[:-1][~blocks.shared]]
-    of = blocks.beginning[unshared]
-    before = (unshared - blocks.starts[of]) * block
-    sizes = np.minimum(block, blocks.lengths[of] - before)
-    return np.bincount(blocks.rank[of], sizes, minlength=num_ranks).astype(int).tolist()
-
-
-def _parents(blocks: _Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Places that several ranks have, ascending, and the one before each; -1: none."""
-    places = np.flatnonzero(blocks.shared)
-    firsts = blocks.order[blocks.bounds[places]]
-    first = firsts == blocks.starts[blocks.beginning[firsts]]
-    return places, np.where(first, -1, blocks.place[firsts - 1])
-
-
-def _nodes(blocks: _Blocks, shared: np.ndarray, heads: np.ndarray) -> np.ndarray:
-    """The node of every shared block: that of the last head before it."""
-    number = np.full(len(blocks.shared), -1)
-    number[heads] = np.arange(len(heads))
-    at = np.where(shared & (number[blocks.place] >= 0), np.arange(len(shared)), 0)
-    return number[blocks.place[np.maximum.accumulate(at)]]
-
-
-def _positions(
-    blocks: _Blocks, heads: np.ndarray, tails: np.ndarray, block: int
-) -> tuple[list[int], list[int]]:
-    """Where nodes begin and end; the last block of a beginning may be shorter."""
-    first, last = (blocks.order[blocks.bounds[places]] for places in (heads, tails))
-    starts = (first - blocks.starts[blocks.beginning[first]]) * block
-    ends = (last + 1 - blocks.starts[blocks.beginning[last]]) * block
-    return starts.tolist(), np.minimum(ends, blocks.lengths[blocks.beginning[last]]).tolist()
-
-
-def _members_of(
-    blocks: _Blocks, heads: np.ndarray, ranks: Sequence[RankBeginnings]
-) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Per node the ranks that have it, and the first position with loss."""
-    if not len(heads):
-        return [], []
-    counts = blocks.bounds[heads + 1] - blocks.bounds[heads]
-    begins = np.cumsum(counts) - counts
-    rows = np.arange(counts.sum()) - np.repeat(begins - blocks.bounds[heads], counts)
-    members = blocks.beginning[blocks.order[rows]]
-    trained = np.concatenate([beginnings.first_trained for beginnings in ranks])
-    pairs = np.unique(np.repeat(np.arange(len(heads)), counts) * len(ranks) + blocks.rank[members])
-    names = (pairs % len(ranks)).tolist()
-    ends = np.cumsum(np.bincount(pairs // len(ranks), minlength=len(heads))).tolist()
-    return (
-        [tuple(names[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)],
-        np.minimum.reduceat(trained[members], begins).tolist(),
-    )
-
-
-def _children(blocks: _Blocks, heads: np.ndarray, parent: np.ndarray) -> list[list[int]]:
-    children: list[list[int]] = [[] for _ in range(len(heads) + 1)]
-    if len(heads):
-        of = blocks.beginning[blocks.order]
-        earliest = np.minimum.reduceat(of, blocks.bounds[:-1])[heads]
-        above = parent.tolist()
-        for node in np.argsort(earliest, kind="stable").tolist():
-            children[above[node]].append(node)
-    return children

@@ -38,7 +38,7 @@ they are for `min_gain` 0, which gives nothing up."""
 def beginnings_of(
     rollouts: Sequence[Pairs], options: TreeOptions, block: int | None = None
 ) -> tuple[RankBeginnings, list[int]]:
-    """What a rank tells the others, and per rollout the number of its beginning.
+    """What a rank begins with, and per rollout the number of its beginning.
 
     Args:
         rollouts: of the step, on this rank.
@@ -48,7 +48,7 @@ def beginnings_of(
     block = block or (BLOCK if options.min_gain else 1)
     block = -(-block // options.boundary) * options.boundary
     known: dict[bytes, int] = {}
-    ends: list[int] = []
+    ends: list[np.ndarray] = []
     trained_at: list[int] = []
     digests: list[bytes] = []
     number_of, own = [], 0
@@ -59,14 +59,16 @@ def beginnings_of(
         own += rollout.num_needed - end
         number = known.setdefault(codes.tobytes(), len(ends))
         if number == len(ends):
-            ends.append(end)
+            ends.append(np.minimum(np.arange(block, end + block, block), end))
             trained_at.append(end)
             digests += _digests(codes, block)
         trained_at[number] = min(trained_at[number], trained)
         number_of.append(number)
     halves = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
-    lengths, first_trained = np.array(ends, np.int64), np.array(trained_at, np.int64)
-    return RankBeginnings(lengths, halves, first_trained, own, block), number_of
+    counts, first_trained = np.array([*map(len, ends)], np.int64), np.array(trained_at, np.int64)
+    upto = np.concatenate([np.zeros(0, np.int64), *ends])
+    positions = own + sum(int(of[-1]) for of in ends if len(of))
+    return RankBeginnings(counts, halves, upto, first_trained, own, positions), number_of
 
 
 def _digests(codes: np.ndarray, block: int) -> Iterator[bytes]:
@@ -81,19 +83,19 @@ def common_spans(ranks: Sequence[RankBeginnings], rank: int, options: TreeOption
     """What ranks have in common; the same on all of them but for `below`.
 
     Args:
-        ranks: what each of them tells.
+        ranks: what each of them tells; see ranges.py.
         rank: this one.
         options: see TreeOptions. A span that saves fewer than `min_gain` positions on all ranks
             together is not common, nor are those of a segment that saves fewer than `segment_gain`.
     """
     tree = block_tree(ranks)
-    load = [a + one.own for a, one in zip(tree.local_only, ranks, strict=True)]
+    load = [told.own for told in ranks]
     shared = _spans(tree, options)
     shared = _worthwhile(shared, load, ranks, options)
     shared = _recut(shared, options.boundary, options.rounded(options.chunk_tokens))
     return CommonSpans(
         rank, tuple(shared.spans), tuple(_segments(shared.spans, load, options.segment_tokens)),
-        tuple(shared.below[node] if node >= 0 else -1 for node in tree.below[rank]),
+        tuple(shared.below[node] if node >= 0 else -1 for node in tree.below[rank].tolist()),
     )  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def _worthwhile(
     """Without the spans of segments that save too little, see `TreeOptions.segment_gain`; what
     continues them then begins where they began.
     """
-    positions = sum(int(rank.lengths.sum()) + rank.own for rank in ranks) // len(ranks)
+    positions = sum(rank.positions for rank in ranks) // len(ranks)
     least = min(options.segment_gain, positions // LEAST_SHARE)
     while least:
         spans = shared.spans
@@ -157,12 +159,12 @@ def _recut(
     ends: list[int] = []  # where what continues it begins
     for number, span in enumerate(shared.spans):
         parent, begin = (-1, 0) if span.parent < 0 else (moved[span.parent], ends[span.parent])
-        bounds = [begin]
-        if number not in dropped:
-            bounds = equal_bounds(begin, span.end, longest or span.end - begin, boundary)
+        bounds = [begin] if number in dropped else [begin, span.end]
+        if number not in dropped and 0 < longest < span.end - begin:
+            bounds = equal_bounds(begin, span.end, longest, boundary)
         for start, end in itertools.pairwise(bounds):
             depth = spans[parent].depth + 1 if parent >= 0 else 0
-            spans.append(span._replace(start=start, end=end, parent=parent, depth=depth))
+            spans.append(CommonSpan(start, end, parent, depth, span.ranks, span.scored))
             parent = len(spans) - 1
         moved.append(parent)
         ends.append(bounds[-1])
@@ -174,13 +176,14 @@ def _segments(
 ) -> Iterator[CommonSegment]:
     """Spans of one owner (owners.py) and depth together, those with loss apart from others; parents
     cross before children. `load`: positions that every rank computes besides."""
-    lengths_of = [one.end - one.start for one in spans]
-    owners = owners_of(lengths_of, [one.ranks for one in spans], load)
+    lengths_of = [span.end - span.start for span in spans]
+    parents = [span.parent for span in spans]
+    owners = owners_of(lengths_of, [span.ranks for span in spans], load)
     together: dict[tuple[int, int, bool], list[int]] = collections.defaultdict(list)
     for number, span in enumerate(spans):
         together[span.depth, owners[number], span.scored].append(number)
     for (_, owner, _), numbers in sorted(together.items()):
-        numbers.sort(key=lambda number: (spans[number].parent, number))
+        numbers.sort(key=parents.__getitem__)  # stable
         lengths = [lengths_of[number] for number in numbers]
         for begin, stop in even_parts(lengths, budget):
             yield CommonSegment(owner, tuple(numbers[begin:stop]))

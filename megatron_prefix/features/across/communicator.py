@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_prefix.device.clock import wait_for
 from megatron_prefix.features.across.carried import Row
+from megatron_prefix.features.across.ranges import distances, leaving
 from megatron_prefix.sidecar.arena import Payload
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -203,6 +204,39 @@ class Communicator:
         ways = [dist.P2POp(way, one, self.ranks[to], self._group) for way, to, one in messages]
         works = dist.batch_isend_irecv(ways) if ways else []
         return works if len(works) == len(ways) else works[:1] * len(ways)
+
+
+def delivered(rows: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
+    """What the ranks of a group have for this one; all of them call this.
+
+    Args:
+        rows: int32 [num, columns]; the first column says for which rank of the group each is.
+        group: the trainer's, with no other messages under way.
+        device: where its tensors live.
+    """
+    num, rank = group.size(), group.rank()
+    for distance in distances(num):
+        peers = [(rank + distance) % num, (rank - distance) % num]
+        is_leaving = leaving(rows, rank, num, distance)
+        sent = torch.from_numpy(rows[is_leaving]).to(device)
+        nums = torch.tensor([len(sent), 0], device=device)
+        _swapped([nums[:1], nums[1:]], peers, group)
+        got = torch.empty(int(nums[1]), rows.shape[1], dtype=torch.int32, device=device)
+        _swapped([sent, got], peers, group)
+        rows = np.concatenate([rows[~is_leaving], got.cpu().numpy()])
+    return rows
+
+
+def _swapped(tensors: Sequence[Tensor], peers: Sequence[int], group: Any) -> None:
+    """Sends one to the first peer and fills the other from the second; waits for both."""
+    ranks = dist.get_process_group_ranks(group)
+    ways = [
+        dist.P2POp(way, tensor, ranks[peer], group)
+        for way, tensor, peer in zip((dist.isend, dist.irecv), tensors, peers, strict=True)
+        if tensor.numel()
+    ]
+    for work in dist.batch_isend_irecv(ways) if ways else []:
+        work.wait()
 
 
 _made: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()

@@ -1,8 +1,9 @@
 """One forest for the rollouts of all data-parallel ranks: what they begin with runs once.
 
-Ranks tell one another what their rollouts begin with, and each comes to the same common spans
-(common.py). That is only done in calls that all of them are known to make: those with
-gradients, and others where the trainer says so; and after they have agreed to go on with the step.
+Ranks ask one another which beginnings of their rollouts others have (ranges.py), tell all of them
+where these end, and each comes to the same common spans (common.py). That is only done in calls
+that all of them are known to make: those with gradients, and others where the trainer says so; and
+after they have agreed to go on with the step.
 
 With `across_ranks` "auto" they then decide together, and each of them shares alone where nothing is
 in common, where the slowest would not be sooner, where one would need more memory than it may, or
@@ -21,9 +22,11 @@ from typing import Any
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
+from megatron_prefix.features.across.block_tree import RankBeginnings
 from megatron_prefix.features.across.common import beginnings_of, common_spans
 from megatron_prefix.features.across.common_spans import CommonSpans
-from megatron_prefix.features.across.communicator import communicator
+from megatron_prefix.features.across.communicator import communicator, delivered
+from megatron_prefix.features.across.ranges import NO_ANSWERS, NO_QUESTIONS, Inquiry, answered
 from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import (
@@ -137,7 +140,9 @@ def across(
     rank = request.rank
     group: Any = rank.siblings
     local, problem = tried(lambda: Across(step, request, planning, build))
-    gathered = all_say(None if local is None else local.told, group)
+    told, silent = _told(None if local is None else local.inquiry, rank)
+    problem = problem or silent
+    gathered = all_say(told, group)
     if local is not None and None not in gathered:
         _, problem = tried(lambda: local.build(gathered))
     if planning.config.across != "auto":
@@ -155,6 +160,22 @@ def across(
     return step.with_forest(build_alone(step.samples or (), step.microbatch_of))
 
 
+def _told(inquiry: Inquiry | None, rank: Rank) -> tuple[RankBeginnings | None, Exception | None]:
+    """What the others hear of this rank's rollouts, or why it cannot say; all ranks call this.
+
+    Args:
+        inquiry: this rank's; None if it has failed: it asks nothing, but answers the others.
+    """
+    group: Any = rank.siblings
+    questions = NO_QUESTIONS if inquiry is None else inquiry.questions
+    questions = delivered(questions, group, rank.device)
+    answers, problem = tried(lambda: answered(questions))
+    answers = delivered(NO_ANSWERS if answers is None else answers, group, rank.device)
+    if inquiry is None or problem is not None:
+        return None, problem
+    return tried(lambda: inquiry.shared(answers))
+
+
 class Across:
     """A rank's step in which payloads cross, made in two parts.
 
@@ -162,7 +183,7 @@ class Across:
         step, request, planning, build: see `across`.
 
     Attributes:
-        told: what the others hear of this rank's rollouts.
+        inquiry: what this rank asks the others of its rollouts.
         step: with its segments; None until the others have been heard.
         common: what the ranks have in common.
         alone: the step if nothing crosses; None until somebody asks.
@@ -174,7 +195,9 @@ class Across:
         self._request, self._build, self._before = request, build, step
         self._planning = planning
         self._options = planning.planner(request).options
-        self.told, self._numbers = beginnings_of(step.samples or (), self._options)
+        told, self._numbers = beginnings_of(step.samples or (), self._options)
+        group: Any = request.rank.siblings
+        self.inquiry = Inquiry(told, group.rank(), group.size())
         self.step: Step | None = None
         self.alone: Step | None = None
         self.common = CommonSpans()

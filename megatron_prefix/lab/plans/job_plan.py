@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_prefix.features.across.common import beginnings_of, common_spans
+from megatron_prefix.features.across.ranges import told_together
 from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.plans.job import JobTimeline, simulate_job
@@ -88,7 +89,7 @@ def job_plan(
     """
     both = [*zip(ranks, microbatch_of, strict=True)]
     told = [beginnings_of(one, options) for one in ranks]
-    heard = [mine for mine, _ in told]
+    heard = told_together([beginnings for beginnings, _ in told])
     forests, plans, ready_after = [], [], []
     for rank, (rollouts, microbatches) in enumerate(both):
         common = common_spans(heard, rank, options)

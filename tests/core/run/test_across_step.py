@@ -113,6 +113,7 @@ def failing_behind_the_forecast():
 
 PLACES = {
     "before ranks tell": (across_step, "beginnings_of"),
+    "what others ask": (across_step, "answered"),
     "what is in common": (across_step, "common_spans"),
     "whether it pays": (across_step.Across, "pays"),
     "the forecast": (planning.Planning, "forecast"),

@@ -1,5 +1,6 @@
 """What data-parallel ranks have in common: every beginning once in the job, and plans that run."""
 
+import collections
 import itertools
 import pickle
 import random
@@ -11,8 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_prefix.features.across import common
+from megatron_prefix.features.across.block_tree import BlockTree
 from megatron_prefix.features.across.common import BLOCK, beginnings_of, common_spans
 from megatron_prefix.features.across.owners import EVEN, owners_of
+from megatron_prefix.features.across.ranges import (
+    Inquiry,
+    answered,
+    distances,
+    leaving,
+    told_together,
+)
 from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.lab.plans.job import simulate_job
@@ -48,9 +58,9 @@ def forests_of(ranks, options, block=1):
     """Every rank's forest, and its microbatches of two rollouts each."""
     owners = [[number // 2 for number in range(len(rank))] for rank in ranks]
     told = [beginnings_of(rank, options, block) for rank in ranks]
+    heard = told_together([beginnings for beginnings, _ in told])
     forests = []
     for place, rank in enumerate(ranks):
-        heard = [mine for mine, _ in told]
         common = common_spans(heard, place, options)
         tries = find_below(rank, options, told[place][1], common)
         forests.append(tries.forest(microbatch_of=owners[place]))
@@ -122,8 +132,9 @@ def test_what_is_common_ends_at_a_block_or_with_the_beginning(block, multiple):
     for seed in range(30):
         ranks = dealt(seed, 3)
         told = [beginnings_of(rank, options, block) for rank in ranks]
+        heard = told_together([beginnings for beginnings, _ in told])
         for place, (_, numbers) in enumerate(told):
-            common = common_spans([mine for mine, _ in told], place, options)
+            common = common_spans(heard, place, options)
             others = [one for other in ranks if other is not ranks[place] for one in other]
             for rollout, number in zip(ranks[place], numbers, strict=True):
                 expected, mine = 0, options.rounded(len(rollout) - 1)
@@ -142,8 +153,9 @@ def test_ranks_send_no_tokens_and_little():
     tokens = draw.integers(0, 1000, 4001)
     rollout = Pairs(tokens[:-1], tokens[1:], np.arange(4000) >= 3999)
     told, numbers = beginnings_of([rollout] * 5, TreeOptions())
-    assert numbers == [0] * 5 and told.lengths.tolist() == [3999]
-    assert len(pickle.dumps(told)) < 2.2 * 3999
+    assert numbers == [0] * 5 and told.counts.tolist() == [500] and told.ends[-1] == 3999
+    assert Inquiry(told, 0, 2).questions.nbytes == 32 * 500
+    assert len(pickle.dumps(told_together([told, told])[0])) < 1000
     # Another token far down: digests agree up to its block, and nowhere behind it.
     inputs = np.where(np.arange(4000) == 2000, -1, rollout.inputs)
     other, _ = beginnings_of([replace(rollout, inputs=inputs)], TreeOptions())
@@ -161,7 +173,8 @@ def test_copies_of_a_rollout_may_be_trained_from_two_places(first):
     ranks = [rollouts, [replace(rollouts[0], trained=np.arange(30) >= 20)]]
     told = [beginnings_of(rank, options, block=1) for rank in ranks]
     assert told[0][1] == [0, 0] and told[0][0].first_trained.tolist() == [8]
-    spans = common_spans([mine for mine, _ in told], 0, options).spans
+    heard = told_together([beginnings for beginnings, _ in told])
+    spans = common_spans(heard, 0, options).spans
     assert [(one.end, one.scored) for one in spans] == [(8, False), (29, True)]
     forests, owners = forests_of(ranks, options)
     assert any(one.scored for one in forests[1].segments)
@@ -176,7 +189,7 @@ def test_routes_are_part_of_a_beginning():
     other[5] = 1
     rollouts = [Pairs(tokens[:-1], tokens[1:], trained, one) for one in (routes, other)]
     told = [beginnings_of([one], options, 1)[0] for one in rollouts]
-    assert [span.end for span in common_spans(told, 0, options).spans] == [5]
+    assert [span.end for span in common_spans(told_together(told), 0, options).spans] == [5]
     none = replace(rollouts[0], trained=trained | True)  # a beginning without a position
     before = replace(options, loss_in_leaves=True)
     assert beginnings_of([none], before)[0].digests.shape == (0, 2)
@@ -188,7 +201,7 @@ def test_spans_with_loss_are_in_segments_of_their_own():
     kinds = set()
     for seed in range(30):
         told = [beginnings_of(rank, options, block=1)[0] for rank in dealt(seed, 3)]
-        common = common_spans(told, 0, options)
+        common = common_spans(told_together(told), 0, options)
         for segment in common.segments:
             [scored] = {common.spans[number].scored for number in segment.spans}
             kinds.add(scored)
@@ -217,39 +230,90 @@ def test_routes_only_take_sharing_away(sets, options, data):
     assert forest.raw_tokens - forest.executed_tokens <= most_saved(routed, options)
 
 
-# The tree of what ranks tell of their beginnings, against one that is made place by place ---------
+# What ranks find out by ranges of digests, against one that sees all digests ---------------------
 
-BLOCKS = 2
-"""Positions of a block."""
+
+def dealt_by_ranges(told):
+    """What every rank hears, if rows go from rank to rank as they do in a job."""
+    inquiries = [Inquiry(rank, place, len(told)) for place, rank in enumerate(told)]
+    questions = delivered([one.questions for one in inquiries])
+    answers = delivered([answered(rows) for rows in questions])
+    return [one.shared(rows) for one, rows in zip(inquiries, answers, strict=True)]
+
+
+def delivered(rows):
+    """Rows of all ranks, each where it belongs."""
+    num = len(rows)
+    for step in distances(num):
+        goes = [leaving(one, rank, num, step) for rank, one in enumerate(rows)]
+        rows = [
+            np.r_[rows[rank][~goes[rank]], rows[rank - step][goes[rank - step]]]
+            for rank in range(num)
+        ]
+    assert all((one[:, 0] == rank).all() for rank, one in enumerate(rows))
+    return rows
+
+
+def whole_view(told):
+    """The tree and every rank's own positions: places that the same beginnings have are a node."""
+    having, bounds = collections.defaultdict(set), {}
+    for rank, one in enumerate(told):
+        rows = zip(map(bytes, one.digests), one.starts(), one.ends, one.beginning(), strict=True)
+        for digest, start, end, number in rows:
+            having[digest].add((rank, number))
+            bounds[digest] = int(start), int(end)
+    nodes, own = collections.defaultdict(list), [one.own for one in told]
+    for digest, members in having.items():
+        start, end = bounds[digest]
+        if len({rank for rank, _ in members}) > 1:
+            nodes[frozenset(members)].append((start, end))
+        else:
+            own[min(members)[0]] += end - start
+    keys = sorted(nodes, key=min)
+    start, end = [min(nodes[key])[0] for key in keys], [max(nodes[key])[1] for key in keys]
+    children = [[] for _ in range(len(keys) + 1)]
+    for number, key in enumerate(keys):
+        above = [n for n, other in enumerate(keys) if key < other and end[n] == start[number]]
+        children[above[0] if above else -1].append(number)
+    deepest = [
+        [max((n for n, key in enumerate(keys) if (rank, number) in key), key=end.__getitem__,
+             default=-1) for number in range(len(one.counts))]
+        for rank, one in enumerate(told)
+    ]  # fmt: skip
+    ranks = [tuple(sorted({rank for rank, _ in key})) for key in keys]
+    trained = [min(int(told[r].first_trained[n]) for r, n in key) for key in keys]
+    return BlockTree(start, end, ranks, trained, children, deepest), own
 
 
 def drawn(seed):
-    """Ranks with rollouts that leave one another anywhere; one may have none."""
-    draw = np.random.default_rng(seed)
-    prompts = [draw.integers(0, 3, draw.integers(1, 12)) for _ in range(4)]
-    told = []
-    for _ in range(draw.integers(1, 5)):
-        rollouts = []
-        for _ in range(draw.integers(0, 6)):
-            prompt = prompts[draw.integers(len(prompts))]
-            ids = np.r_[prompt[: draw.integers(1, len(prompt) + 1)], draw.integers(0, 3, 3)]
-            trained = np.arange(len(ids) - 1) >= draw.integers(0, len(ids))
-            rollouts.append(Pairs(ids[:-1], ids[1:], trained))
-        one, _ = beginnings_of(rollouts, TreeOptions(), BLOCKS)
-        told.append(one)
-    return told
+    """Ranks, some of them without rollouts, and how they share."""
+    draw = random.Random(seed)
+    ranks = [[] if draw.random() < 0.15 else one for one in dealt(seed, draw.randint(1, 16))]
+    options = TreeOptions(
+        min_gain=draw.choice([0, 0, 4, 20]), segment_gain=draw.choice([0, 30]), share="batch",
+        segment_tokens=draw.choice([0, 64, 200]), chunk_tokens=draw.choice([0, 12]),
+        multiple=draw.choice([1, 1, 3]), loss_in_leaves=draw.random() < 0.3,
+    )  # fmt: skip
+    block = draw.choice([1, 2, 8])
+    told = [beginnings_of(rank, options, block)[0] for rank in ranks]
+    if draw.random() < 0.2:  # digests that agree in half of their bits
+        told = [one._replace(digests=one.digests * np.array([0, 1], np.uint64)) for one in told]
+    return told, options
 
 
-def test_digests_that_agree_in_half_of_their_bits_are_different():
-    found = [drawn(seed) for seed in range(20)]
-    for told in found:
-        half = [one._replace(digests=one.digests * np.array([0, 1], np.uint64)) for one in told]
+def test_ranges_say_what_one_sees_that_has_all_digests():
+    num = 0
+    for seed in range(rounds(150, 3000)):
+        told, options = drawn(seed)
+        heard = dealt_by_ranges(told)
+        tree, own = whole_view(told)
+        everything = [one._replace(own=each) for one, each in zip(told, own, strict=True)]
         for rank in range(len(told)):
-            ours, wanted = (
-                common_spans(some, rank, TreeOptions(min_gain=0)) for some in (half, told)
-            )
-            assert ours == wanted
-    assert any(common_spans(told, 0, TreeOptions(min_gain=0)).spans for told in found)
+            ours = common_spans(heard, rank, options)
+            with mock.patch.object(common, "block_tree", return_value=tree):
+                assert ours == common_spans(everything, rank, options)
+            num += len(ours.segments)
+    assert num > 1000
 
 
 # Who computes what ranks have in common: as even as spans allow -----------------------------------
