@@ -2,14 +2,14 @@
 
     python benchmarks/across_ranks_planning.py ../shared/data/{rag_musique,gsm8k}.jsonl.gz
 
-Processor time of one core, median of several runs. Rollouts of a file are dealt at random to ranks of
-about 100,000 tokens; a file that is too small is repeated with other tokens, and without files
-groups are drawn. All ranks are in this process, without messages; times and bytes are those of
-the rank that has most to answer: digests of its beginnings (`tell`), questions (`ask`), passing
-those of others on (`pass`), answers (`answer`, `return`), what it tells all ranks (`cut`), reading
-that of all (`hear`), what ranks have in common (`common`), the forest (`forest`), its plan
-(`plan`) and the place of exchanges in it (`crossing`). "sum" leaves out the forest and the plan,
-which a rank that shares alone makes as well: "alone" is both of them there.
+Processor time of one core, median of several runs. Rollouts of a file are dealt at random to ranks
+of about 100,000 tokens; a file that is too small is repeated with other tokens, and without files
+groups are drawn. All ranks are in this process, without messages; times and bytes are those of the
+rank that has most to answer: digests of its beginnings (`tell`), questions (`ask`), passing those
+of others on (`pass`), answers (`answer`, `return`), what it tells all ranks (`cut`), reading that
+of all (`hear`), what ranks have in common (`common`), the forest (`forest`), its plan (`plan`) and
+the place of exchanges in it (`crossing`). "sum" leaves out the forest and the plan, which a rank
+that shares alone makes as well: "alone" is both of them there.
 """
 
 from __future__ import annotations

@@ -154,7 +154,9 @@ def test_ranks_send_no_tokens_and_little():
     rollout = Pairs(tokens[:-1], tokens[1:], np.arange(4000) >= 3999)
     told, numbers = beginnings_of([rollout] * 5, TreeOptions())
     assert numbers == [0] * 5 and told.counts.tolist() == [500] and told.ends[-1] == 3999
-    assert Inquiry(told, 0, 2).questions.nbytes == 32 * 500
+    questions = Inquiry(told, 0, 8).questions
+    assert questions.nbytes == 32 * 500
+    assert np.ptp(np.bincount(questions[:, 0], minlength=8)) < 50, "every rank answers"
     assert len(pickle.dumps(told_together([told, told])[0])) < 1000
     # Another token far down: digests agree up to its block, and nowhere behind it.
     inputs = np.where(np.arange(4000) == 2000, -1, rollout.inputs)
@@ -275,11 +277,10 @@ def whole_view(told):
     for number, key in enumerate(keys):
         above = [n for n, other in enumerate(keys) if key < other and end[n] == start[number]]
         children[above[0] if above else -1].append(number)
-    deepest = [
-        [max((n for n, key in enumerate(keys) if (rank, number) in key), key=end.__getitem__,
-             default=-1) for number in range(len(one.counts))]
-        for rank, one in enumerate(told)
-    ]  # fmt: skip
+    deepest = [np.full(len(one.counts), -1) for one in told]
+    for node in sorted(range(len(keys)), key=end.__getitem__):
+        for rank, number in keys[node]:
+            deepest[rank][number] = node
     ranks = [tuple(sorted({rank for rank, _ in key})) for key in keys]
     trained = [min(int(told[r].first_trained[n]) for r, n in key) for key in keys]
     return BlockTree(start, end, ranks, trained, children, deepest), own
