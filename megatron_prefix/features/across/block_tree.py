@@ -115,7 +115,8 @@ def block_tree(ranks: Sequence[RankBeginnings]) -> BlockTree:
 def _members(rank: np.ndarray, places: Places, num_ranks: int) -> list[tuple[int, ...]]:
     """Per place the ranks that have it. `rank`: of each digest, in the order of places."""
     node = np.repeat(np.arange(len(places.firsts)), np.diff(places.bounds))
-    pairs = np.unique(node * num_ranks + rank)
+    pairs = node * num_ranks + rank  # ascending
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]
     names = (pairs % num_ranks).tolist()
     bounds = np.searchsorted(pairs // num_ranks, np.arange(len(places.firsts) + 1)).tolist()
     return [tuple(names[begin:end]) for begin, end in itertools.pairwise(bounds)]

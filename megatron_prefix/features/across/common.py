@@ -92,7 +92,8 @@ def common_spans(ranks: Sequence[RankBeginnings], rank: int, options: TreeOption
     load = [told.own for told in ranks]
     shared = _spans(tree, options)
     shared = _worthwhile(shared, load, ranks, options)
-    shared = _recut(shared, options.boundary, options.rounded(options.chunk_tokens))
+    if options.chunk_tokens:
+        shared = _recut(shared, options.boundary, options.rounded(options.chunk_tokens))
     return CommonSpans(
         rank, tuple(shared.spans), tuple(_segments(shared.spans, load, options.segment_tokens)),
         tuple(shared.below[node] if node >= 0 else -1 for node in tree.below[rank].tolist()),
