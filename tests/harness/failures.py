@@ -7,7 +7,6 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.run import step_reader
 from megatron_prefix.sidecar import cache as cache_module
-from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.steps import Contract
 
@@ -22,11 +21,8 @@ def items():
     found = []
     for group in range(2):
         prompt, turn = draw.integers(0, 60, 20), draw.integers(0, 60, 12)
-        for start in (np.r_[prompt, turn], np.r_[prompt, turn], prompt):
-            tokens = np.r_[start, draw.integers(0, 60, 6)]
-            trained = np.arange(len(tokens) - 1) >= 19
-            pairs = Pairs(tokens[:-1], tokens[1:], trained)
-            found.append(steps.microbatch([pairs], group, len(found)))
+        starts = np.r_[prompt, turn], np.r_[prompt, turn], prompt
+        found += steps.answers(draw, starts, 6, 19, group, len(found))
     return found
 
 

@@ -4,7 +4,6 @@ import numpy as np
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract
@@ -13,13 +12,7 @@ from tests.harness.steps import Contract
 def items(num=5, prompt=14):
     """One group of rollouts with a common prompt."""
     draw = np.random.default_rng(1)
-    start = draw.integers(0, 60, prompt)
-    found = []
-    for uid in range(num):
-        tokens = np.r_[start, draw.integers(0, 60, 4)]
-        pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= prompt - 1)
-        found.append(steps.microbatch([pairs], 0, uid))
-    return found
+    return steps.answers(draw, [draw.integers(0, 60, prompt)] * num, 4, prompt - 1)
 
 
 def schedule_with(*, looks_first=False, **fields):

@@ -135,12 +135,16 @@ def replaying(step, routers):
 def group(seed, num):
     """One group of rollouts with a common prompt, one a microbatch."""
     draw = np.random.default_rng(seed)
-    prompt = draw.integers(0, 60, 12)
+    return answers(draw, [draw.integers(0, 60, 12)] * num, 6, 9)
+
+
+def answers(draw, starts, num, begin, group=0, uid=0):
+    """A microbatch for each of `starts`: these tokens, and `num` more; trained from `begin` on."""
     found = []
-    for uid in range(num):
-        tokens = np.r_[prompt, draw.integers(0, 60, 6)]
-        pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= 9)
-        found.append(microbatch([pairs], 0, uid))
+    for start in starts:
+        tokens = np.r_[start, draw.integers(0, 60, num)]
+        pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= begin)
+        found.append(microbatch([pairs], group, uid + len(found)))
     return found
 
 

@@ -21,7 +21,6 @@ from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
@@ -59,10 +58,9 @@ def items(sizes, seed):
     for group, size in enumerate(sizes):
         prompt, turn = draw.integers(0, 60, 21), draw.integers(0, 60, 9)
         for member in range(size):
-            own = draw.integers(0, 60, 5 + 3 * member)
-            tokens = np.concatenate([prompt, turn if member < 2 else [], own]).astype(np.int64)
-            pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= 20)
-            found.append(steps.microbatch([pairs], group, 100 * seed + len(found)))
+            start = np.r_[prompt, turn] if member < 2 else prompt
+            uid = 100 * seed + len(found)
+            found += steps.answers(draw, [start], 5 + 3 * member, 20, group, uid)
     return found
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.numerics import assert_close
@@ -103,25 +102,6 @@ def test_routers_see_all_positions():
     forest = schedule.report.forest
     assert seen["mlp 1"] == seen["mlp 0"] == forest.executed_tokens
     assert seen["output"] == num_read(forest)
-
-
-@pytest.mark.usefixtures("rank")
-@pytest.mark.parametrize("logits", [False, True])
-@pytest.mark.parametrize("place", [0, 12], ids=["prompt", "response"])
-def test_a_loss_that_looks_at_other_positions_is_refused(logits, place):
-    """A single rollout's prompt is in one segment with its response."""
-    contract, data = Contract(logits=logits), steps.group(1, 1)
-    data[0]["loss_mask"][:, 12] = 0.0
-
-    def step(iterator, model):
-        batch = next(iterator)
-        output, _ = contract.step(iter([batch]), model)
-        other = batch["loss_mask"].clone()
-        other[:, place] = 1.0
-        return output, contract.loss_func({**batch, "loss_mask": other})
-
-    with pytest.raises(UserError, match="which were not computed"):
-        steps.call(PrefixSchedule(CONFIG), step, small_model(), data)
 
 
 def gradients_of(name, layers):

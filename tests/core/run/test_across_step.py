@@ -33,12 +33,11 @@ from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS, ACROS
 from megatron_prefix.run import planning
 from megatron_prefix.run.request import Backoff
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract, microbatch
+from tests.harness.steps import Contract
 
 AUTO = PrefixConfig(mode="auto", min_gain=0, min_speedup=0.01, kernel="math")
 TOLD = replace(AUTO, mode="on", across_ranks="auto")
@@ -53,10 +52,8 @@ def step_of(number, prompts):
     items = []
     for prompt in range(prompts):
         first = np.random.default_rng(prompt).integers(0, 60, 400)
-        last = np.random.default_rng([prompt, number]).integers(0, 60, 12)
-        tokens = np.r_[first, last]
-        pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= 399)
-        items.append(microbatch([pairs], prompt, prompt))
+        draw = np.random.default_rng([prompt, number])
+        items += steps.answers(draw, [first], 12, 399, prompt, prompt)
     return items
 
 

@@ -18,7 +18,6 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
@@ -28,15 +27,10 @@ EP2 = Layout(dp=2, ep=2)
 
 def items(num, seed, shared=True):
     """Rollouts of 24 positions, with a prompt of 16 or with nothing in common."""
-    draw, found = np.random.default_rng(seed), []
+    draw = np.random.default_rng(seed)
     prompt = draw.integers(0, 60, 16)
-    for uid in range(num):
-        tokens = np.r_[prompt, draw.integers(0, 60, 9)]
-        if not shared:
-            tokens[:2] = 60 + seed, uid
-        trained = np.arange(24) >= 15
-        found.append(steps.microbatch([Pairs(tokens[:-1], tokens[1:], trained)], 0, uid))
-    return found
+    own = [prompt if shared else np.r_[60 + seed, uid, prompt[2:]] for uid in range(num)]
+    return steps.answers(draw, own, 9, 15)
 
 
 def model_of(layout, name="tiny-llama"):
