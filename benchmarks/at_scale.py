@@ -6,7 +6,9 @@ Nothing is measured but the host's time. A file is one step, dealt in whole grou
 data-parallel ranks as give each about `--rank-tokens` tokens; the rank with most work is planned as
 `megatron-prefix plan` plans it, with the widths of a model and packs of 16,384 tokens beside it.
 Prints a Markdown table: predicted speedup, the bubble of the prefix schedule, its segments and
-their length, and the processor seconds of reading, trees and plan.
+their length, the processor seconds of reading, trees and plan, and what splitting backwards would
+bring at most: input gradients at once, weight gradients, half of a backward, whenever a rank waits
+("Zero Bubble Pipeline Parallelism", section 2), in pieces of any size and with memory for all.
 """
 
 from __future__ import annotations
@@ -16,14 +18,20 @@ import contextlib
 import io
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_prefix.features.plan_files.table import from_csv
 from megatron_prefix.lab.cli.main import main as run
+from megatron_prefix.lab.plans.timeline import simulate
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.walk import token_cost
 
-HEAD = ("step", "DP", "PP x VPP", "speedup", "bubble", "segments", "of at most", "host, s")
+HEAD = ("step", "DP", "PP x VPP", "speedup", "bubble", "segments", "of at most", "host, s",
+        "split backward")  # fmt: skip
 
 
 def planned(*arguments: str) -> dict[str, Any]:
@@ -41,6 +49,19 @@ def planned(*arguments: str) -> dict[str, Any]:
     return result
 
 
+def split_backward(plan: Plan) -> float:
+    """What a plan takes over what it would take with backwards that are split: 1 or more."""
+    timeline = simulate(plan, cost=lambda segment, _: token_cost(segment, "F"))
+    ends = [0.0] * plan.num_ranks
+    owed = [0.0] * plan.num_ranks  # weight gradients whose input gradients have been sent
+    for rank, action, start, end in timeline.events:
+        owed[rank] = max(0.0, owed[rank] - (start - ends[rank]))
+        owed[rank] += (end - start) * (action.kind == "B")
+        ends[rank] = end
+    split = max(end + late for end, late in zip(ends, owed, strict=True))
+    return simulate(plan).makespan / split
+
+
 def rows(options: argparse.Namespace) -> Iterator[Sequence[str]]:
     """One a file and layout."""
     for path in options.files:
@@ -52,10 +73,14 @@ def rows(options: argparse.Namespace) -> Iterator[Sequence[str]]:
                 begin = time.process_time()
                 found = planned(path, *layout, "--model", options.model)
                 seconds = time.process_time() - begin
+                with tempfile.NamedTemporaryFile("r", encoding="utf-8", suffix=".csv") as file:
+                    planned(path, *layout, "--model", options.model, "--csv", file.name)
+                    plan = from_csv(Path(file.name).read_text(encoding="utf-8"))
                 yield (
                     Path(path).name.partition(".")[0], str(dp), f"{pp} x {vpp}",
                     f"{found['predicted_speedup']:.2f}x", f"{found['bubble_fraction']:.1%}",
                     f"{found['segments']:,}", f"{found['segment_tokens']:,}", f"{seconds:.1f}",
+                    f"{split_backward(plan) - 1:+.1%}",
                 )  # fmt: skip
 
 
