@@ -110,11 +110,9 @@ def test_fa4_takes_any_strides(layout):
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "cudnn+flash", "fa4"])
-@pytest.mark.parametrize(
-    ("queries", "keys"),
-    [((300, 300), (300, 900)), ((64, 64, 65, 65), (64, 192, 65, 260)), ((700,), (2100,))],
-    ids=str,
-)
+@pytest.mark.parametrize(("queries", "keys"), [
+    ((300, 300), (300, 900)), ((64, 64, 65, 65), (64, 192, 65, 260)), ((700,), (2100,)),
+], ids=str)  # fmt: skip
 def test_causal_runs_with_more_keys_than_queries(name, queries, keys):
     """As of context-parallel ranks, whose K and V lie side by side."""
     kernel, math = working(name, torch.bfloat16, 128, 128, 4), KERNELS["math"]

@@ -12,13 +12,10 @@ from tests.harness.data import REPOSITORY
 from tests.harness.trees import flat_rollouts
 
 
-@pytest.mark.parametrize(
-    ("p", "r", "n", "stages", "bubble"),
-    [
-        (10240, 2048, 16, 4, 0.46), (10240, 2048, 8, 4, 0.58), (10240, 2048, 8, 8, 0.76),
-        (8192, 1024, 16, 4, 0.53),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("p", "r", "n", "stages", "bubble"), [
+    (10240, 2048, 16, 4, 0.46), (10240, 2048, 8, 4, 0.58), (10240, 2048, 8, 8, 0.76),
+    (8192, 1024, 16, 4, 0.53),
+])  # fmt: skip
 def test_bubbles_with_barriers(p, r, n, stages, bubble):
     forest = build(*flat_rollouts(p, r, n, 4), TreeOptions(segment_tokens=r))
     plan = barrier_plan(forest, stages)

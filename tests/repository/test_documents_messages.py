@@ -71,11 +71,9 @@ def test_log_lines_that_are_shown_are_written():
     assert [line for line in lines if not any(one.match(line) for one in known)] == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["stock schedule for this step: it is slow", "stock schedule today: it is slow"],
-    ids=["right", "wrong"],
-)
+@pytest.mark.parametrize("line", [
+    "stock schedule for this step: it is slow", "stock schedule today: it is slow",
+], ids=["right", "wrong"])  # fmt: skip
 def test_a_log_line_is_told_from_another(line):
     (one,) = formats(["stock schedule for this step: %s", "%s: %s"])
     assert (one.match(line) is not None) == line.startswith("stock schedule for")

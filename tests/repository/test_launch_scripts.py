@@ -108,14 +108,11 @@ def test_the_quick_start_shows_both_schedules(sandbox):
     assert "--steps 2" in command and "--plan-svg elsewhere/plan.svg" in command
 
 
-@pytest.mark.parametrize(
-    ("environment", "reason"),
-    [
-        ({"PYTHON": "python9.9"}, "there is no python9.9 here"),
-        ({"FAKE_VERSION": "3.9.18"}, "is Python 3.9.18, 3.10 is the oldest"),
-        ({"FAKE_VENV": "missing"}, "lacks venv"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "reason"), [
+    ({"PYTHON": "python9.9"}, "there is no python9.9 here"),
+    ({"FAKE_VERSION": "3.9.18"}, "is Python 3.9.18, 3.10 is the oldest"),
+    ({"FAKE_VENV": "missing"}, "lacks venv"),
+])  # fmt: skip
 def test_one_line_says_what_a_python_lacks(sandbox, environment, reason):
     done = sandbox.run("bash", "launch/test.sh", **environment)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

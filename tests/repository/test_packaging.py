@@ -160,16 +160,11 @@ def test_files_are_utf_8_in_every_locale():
     assert found == []
 
 
-@pytest.mark.parametrize(
-    "tool",
-    [
-        pytest.param(["ruff", "check", "."], id="ruff check"),
-        pytest.param(["ruff", "format", "--check", "."], id="ruff format"),
-        pytest.param(
-            ["mypy", "--cache-dir", f"{sys.prefix}/mypy"], id="mypy", marks=pytest.mark.slow
-        ),
-    ],
-)
+@pytest.mark.parametrize("tool", [
+    pytest.param(["ruff", "check", "."], id="ruff check"),
+    pytest.param(["ruff", "format", "--check", "."], id="ruff format"),
+    pytest.param(["mypy", "--cache-dir", f"{sys.prefix}/mypy"], id="mypy", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_linters_agree(tool):
     pytest.importorskip(tool[0], reason=f"{tool[0]} is not installed (extra: test)")
     done = subprocess.run(

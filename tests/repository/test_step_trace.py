@@ -49,15 +49,12 @@ def test_the_first_difference_is_shown_and_all_are_counted(tmp_path, capsys):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "value", "told"),
-    [
-        ("digests", "gradient of v", "ce", "digests: gradient of v cd before, ce now"),
-        ("host waits", "aten.item", 1, "host waits: aten.item None before, 1 now"),
-        ("bytes", "peak", 11, "bytes: peak 10 before, 11 now"),
-        ("cuda", "kernels", 7, "cuda: kernels None before, 7 now"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "value", "told"), [
+    ("digests", "gradient of v", "ce", "digests: gradient of v cd before, ce now"),
+    ("host waits", "aten.item", 1, "host waits: aten.item None before, 1 now"),
+    ("bytes", "peak", 11, "bytes: peak 10 before, 11 now"),
+    ("cuda", "kernels", 7, "cuda: kernels None before, 7 now"),
+])  # fmt: skip
 def test_another_value_is_a_difference(tmp_path, capsys, kind, name, value, told):
     new = record()
     new["configs"]["one"][0].setdefault(kind, {})[name] = value

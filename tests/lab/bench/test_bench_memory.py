@@ -78,15 +78,12 @@ def test_the_verb(tmp_path):
     assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ways", "nothing"], "give one of stock, retain"),
-        (["--cp", "2"], "bench memory runs on one rank"),
-        (["--chunk-tokens", "auto"], "--chunk-tokens auto: give a number"),
-        (["--rollouts", "x.jsonl"], "bench memory runs synthetic shapes"),
-        (["--capacity-gb", "-1"], "from 0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--ways", "nothing"], "give one of stock, retain"),
+    (["--cp", "2"], "bench memory runs on one rank"),
+    (["--chunk-tokens", "auto"], "--chunk-tokens auto: give a number"),
+    (["--rollouts", "x.jsonl"], "bench memory runs synthetic shapes"),
+    (["--capacity-gb", "-1"], "from 0"),
+])  # fmt: skip
 def test_bad_usage(arguments, message, capsys):
     assert message in failure(capsys, "bench", "memory", *arguments)

@@ -112,15 +112,12 @@ WINDOWS = (("window_size", (16, 0)),)
 MATH = "math (Megatron's, unfused)"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "overrides", "kernel", "stock", "prefix"),
-    [
-        ("float32", (), "auto", "flash_cpu", "flash_cpu"),
-        ("float64", (), "auto", MATH, "math"),
-        ("float32", WINDOWS, "auto", MATH, "math"),
-        ("float32", (), "math", MATH, "math"),  # what a user names stays
-    ],
-)
+@pytest.mark.parametrize(("dtype", "overrides", "kernel", "stock", "prefix"), [
+    ("float32", (), "auto", "flash_cpu", "flash_cpu"),
+    ("float64", (), "auto", MATH, "math"),
+    ("float32", WINDOWS, "auto", MATH, "math"),
+    ("float32", (), "math", MATH, "math"),  # what a user names stays
+])  # fmt: skip
 def test_both_schedules_are_timed_with_one_kernel(chunks, dtype, overrides, kernel, stock, prefix):
     spec = resolve("tiny-llama", num_layers=1, vocab_size=256, **dict(overrides))
     options = ModelOptions("tiny-llama", dtype)
@@ -149,15 +146,12 @@ def test_consecutive_steps_of_a_file(tmp_path):
     assert row["bound"] >= row["plan_bound"] > 1 and row["microbatches"] < row["rollouts"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--steps", "2"], "--steps is for rollout files"),
-        (["--rehearse"], "--rehearse needs --steps"),
-        (["--rollouts", BUNDLED, "--groups", "4", "--steps", "99"], "too few for --steps 99"),
-        (["--rollouts", BUNDLED, "--step-tokens", "10000000", "--steps", "1"], "too few for"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--steps", "2"], "--steps is for rollout files"),
+    (["--rehearse"], "--rehearse needs --steps"),
+    (["--rollouts", BUNDLED, "--groups", "4", "--steps", "99"], "too few for --steps 99"),
+    (["--rollouts", BUNDLED, "--step-tokens", "10000000", "--steps", "1"], "too few for"),
+])  # fmt: skip
 def test_steps_that_cannot_be_made_are_refused(capsys, options, message):
     assert message in failure(capsys, "bench", *options)
 
@@ -171,13 +165,10 @@ def ranked(*options):
     return found
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--model tiny-moe --align-layers 1 --cp 2 --overlap-grad-reduce --forward-only",
-        "--pp 2 --chunk-tokens 48",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    "--model tiny-moe --align-layers 1 --cp 2 --overlap-grad-reduce --forward-only",
+    "--pp 2 --chunk-tokens 48",
+])  # fmt: skip
 def test_schedules_are_timed_in_a_layout(options):
     found = ranked(*options.split())
     [row] = found["rows"]

@@ -68,15 +68,11 @@ def test_every_example_of_a_help_text_parses(capsys, verb):
 ROLLOUTS = (BUNDLED, "--groups", "1", "--max-tokens", "64")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("align", "--rollouts", *ROLLOUTS, "--pp", "2", "--kernel", "none", "--recompute", "full"),
-        ("train", *ROLLOUTS, "--kernel", "none"),
-        ("bench", "--shapes", "64:8:2", "--kernel", "none"),
-    ],
-    ids=lambda arguments: arguments[0],
-)
+@pytest.mark.parametrize("arguments", [
+    ("align", "--rollouts", *ROLLOUTS, "--pp", "2", "--kernel", "none", "--recompute", "full"),
+    ("train", *ROLLOUTS, "--kernel", "none"),
+    ("bench", "--shapes", "64:8:2", "--kernel", "none"),
+], ids=lambda arguments: arguments[0])  # fmt: skip
 def test_a_refused_command_writes_one_line_and_no_warnings(tmp_path, arguments):
     """In a process of its own, after everything has been imported and the model has been built; in
     one case it imports everything itself."""
@@ -124,19 +120,12 @@ def raising(error):
     return run
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (UserError("first\nsecond"), 2, "megatron-prefix plan: first\n"),
-        (
-            RankError("rank 1 failed:\nits traceback"),
-            1,
-            "megatron-prefix plan: rank 1 failed:\nits traceback\n",
-        ),
-        (KeyboardInterrupt(), 130, "megatron-prefix plan: interrupted\n"),
-    ],
-    ids=["first line", "failed rank", "interrupted"],
-)
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (UserError("first\nsecond"), 2, "megatron-prefix plan: first\n"),
+    (RankError("rank 1 failed:\nits traceback"), 1,
+     "megatron-prefix plan: rank 1 failed:\nits traceback\n"),
+    (KeyboardInterrupt(), 130, "megatron-prefix plan: interrupted\n"),
+], ids=["first line", "failed rank", "interrupted"])  # fmt: skip
 def test_errors_have_their_codes_and_lines(capsys, monkeypatch, error, code, said):
     stand_in(monkeypatch, raising(error))
     assert run(capsys, "plan") == (code, "", said)

@@ -199,21 +199,18 @@ def test_bad_rollouts_fail_with_one_line_and_write_nothing(capsys, tmp_path, con
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "plan.csv"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "megatron-prefix: the following arguments are required: VERB"),
-        (["plan"], "megatron-prefix plan: the following arguments are required: ROLLOUTS"),
-        (["plan", "x", "--pp", "0"], "argument --pp: '0' is not an integer from 1"),
-        (["plan", "x", "--chunk-tokens", "some"], "'some' is neither 'auto' nor an integer"),
-        (["align", "--rollouts", "x", "--share", "group"], "unrecognized arguments: --share group"),
-        (["plan", "/no/such/file"], "megatron-prefix plan: /no/such/file: cannot be read"),
-        (["plan", BUNDLED, "--vpp", "2"], "--vpp 2 needs --pp of at least 2"),
-        (["plan", BUNDLED, "--csv", "-", "--json"], "--csv - and --json both write to stdout"),
-        (["show", "/no/such/plan.csv"], "megatron-prefix show: /no/such/plan.csv: cannot be read"),
-        (["show", BUNDLED], "not a plan: it is not text in UTF-8"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "megatron-prefix: the following arguments are required: VERB"),
+    (["plan"], "megatron-prefix plan: the following arguments are required: ROLLOUTS"),
+    (["plan", "x", "--pp", "0"], "argument --pp: '0' is not an integer from 1"),
+    (["plan", "x", "--chunk-tokens", "some"], "'some' is neither 'auto' nor an integer"),
+    (["align", "--rollouts", "x", "--share", "group"], "unrecognized arguments: --share group"),
+    (["plan", "/no/such/file"], "megatron-prefix plan: /no/such/file: cannot be read"),
+    (["plan", BUNDLED, "--vpp", "2"], "--vpp 2 needs --pp of at least 2"),
+    (["plan", BUNDLED, "--csv", "-", "--json"], "--csv - and --json both write to stdout"),
+    (["show", "/no/such/plan.csv"], "megatron-prefix show: /no/such/plan.csv: cannot be read"),
+    (["show", BUNDLED], "not a plan: it is not text in UTF-8"),
+])  # fmt: skip
 def test_bad_usage_is_one_line_and_exit_code_2(capsys, arguments, message):
     line = failure(capsys, *arguments)
     assert line.startswith("megatron-prefix")

@@ -97,19 +97,15 @@ def test_bad_rollouts_are_exit_code_2(tmp_path):
     assert os.listdir(tmp_path) == ["rollouts.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--compare", "--prefix-schedule", "off"], "compare with .* mode off"),
-        (["--plan-svg", "p.svg", "--prefix-schedule", "off"], "--plan-svg"),
-        (["--dtype", "float64", "--clip-grad", "1"], "float64 with clip_grad 1.0"),
-        (["--clip-low", "0"], "clip_low is 0.0"), (["--lr", "nan"], "--lr: .nan. is not a number"),
-        (["--cp", "2"], "cp"),
-        (["--trace", "t.json", "--prefix-schedule", "off"], "--trace: --prefix-schedule off runs"),
-        (["--prefix-plan", "no.csv"], "no.csv: cannot be read"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--compare", "--prefix-schedule", "off"], "compare with .* mode off"),
+    (["--plan-svg", "p.svg", "--prefix-schedule", "off"], "--plan-svg"),
+    (["--dtype", "float64", "--clip-grad", "1"], "float64 with clip_grad 1.0"),
+    (["--clip-low", "0"], "clip_low is 0.0"), (["--lr", "nan"], "--lr: .nan. is not a number"),
+    (["--cp", "2"], "cp"),
+    (["--trace", "t.json", "--prefix-schedule", "off"], "--trace: --prefix-schedule off runs"),
+    (["--prefix-plan", "no.csv"], "no.csv: cannot be read"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_bad_usage_is_exit_code_2(tmp_path, arguments, message):
     path = a_file(tmp_path, row())
     code, out, err = train(path, *arguments, "--output", str(tmp_path / "run"))

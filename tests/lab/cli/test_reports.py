@@ -45,15 +45,12 @@ def test_dataclasses_become_json_without_nan():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "flag", "bad"),
-    [
-        (TrainSettings, "num_minibatches", "--minibatches", "0"),
-        (TrainSettings, "loss_mean", "--loss-mean", "median"), (TrainSettings, "lr", "--lr", "nan"),
-        (GrpoConfig, "clip_high", "--clip-high", "-1"),
-        (RunOptions, "save_every", "--save-every", "-1"), (Layout, "tp", "--tp", "0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("owner", "name", "flag", "bad"), [
+    (TrainSettings, "num_minibatches", "--minibatches", "0"),
+    (TrainSettings, "loss_mean", "--loss-mean", "median"), (TrainSettings, "lr", "--lr", "nan"),
+    (GrpoConfig, "clip_high", "--clip-high", "-1"),
+    (RunOptions, "save_every", "--save-every", "-1"), (Layout, "tp", "--tp", "0"),
+])  # fmt: skip
 def test_an_option_has_range_and_default_of_its_field(owner, name, flag, bad):
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_fields(parser, owner, {name: "help (default {})"})
@@ -81,19 +78,13 @@ def test_old_names_of_fields_are_taken_and_logged(caplog):
     assert "--set squared_relu=true is now --set gated_linear_unit=False" in caplog.messages
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("num_layers=none", "num_layers is int; give a value of that type"),
-        ("num_moe_experts=some", "num_moe_experts is int | None; give a value of that type"),
-        (
-            "moe_layer_freq=0,x",
-            "moe_layer_freq is int | tuple[int, ...]; give a value of that type",
-        ),
-        ("qk_layernorm=yes", "qk_layernorm is bool; give a value of that type"),
-        ("layers=2", "layers=2: no such field; fields: "),
-    ],
-)
+@pytest.mark.parametrize(("setting", "message"), [
+    ("num_layers=none", "num_layers is int; give a value of that type"),
+    ("num_moe_experts=some", "num_moe_experts is int | None; give a value of that type"),
+    ("moe_layer_freq=0,x", "moe_layer_freq is int | tuple[int, ...]; give a value of that type"),
+    ("qk_layernorm=yes", "qk_layernorm is bool; give a value of that type"),
+    ("layers=2", "layers=2: no such field; fields: "),
+])  # fmt: skip
 def test_others_are_refused(setting, message):
     with pytest.raises(UserError) as refused:
         overrides_of([setting])

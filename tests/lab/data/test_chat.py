@@ -72,27 +72,17 @@ def test_messages_of_the_chat_api(source):
     assert trained(group.rollouts[0]) == ["{'a': 1}'{broken'{'b': 2}>"]
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"reward": 1}, "messages: missing"),
-        ({"messages": "hi", "reward": 1}, "messages: not a list"),
-        ({"messages": [{"content": "x"}], "reward": 1}, "messages: message 0 has no role"),
-        (conversation(say("model", "x")), "messages: no turn of the assistant (2 messages)"),
-        (
-            {"messages": [say("assistant", "x")], "reward": 1},
-            "messages: nothing before the first turn of the assistant",
-        ),
-        (
-            conversation(say("robot", ""), say("assistant", "")),
-            "messages: the chat template refuses",
-        ),
-        (
-            conversation(say("user", [{"type": "image_url"}]), say("assistant", "")),
-            "messages: message 1 is not text alone",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    ({"reward": 1}, "messages: missing"),
+    ({"messages": "hi", "reward": 1}, "messages: not a list"),
+    ({"messages": [{"content": "x"}], "reward": 1}, "messages: message 0 has no role"),
+    (conversation(say("model", "x")), "messages: no turn of the assistant (2 messages)"),
+    ({"messages": [say("assistant", "x")], "reward": 1},
+     "messages: nothing before the first turn of the assistant"),
+    (conversation(say("robot", ""), say("assistant", "")), "messages: the chat template refuses"),
+    (conversation(say("user", [{"type": "image_url"}]), say("assistant", "")),
+     "messages: message 1 is not text alone"),
+])  # fmt: skip
 def test_messages_refuse(source, row, said):
     write(source, conversation(say("assistant", "fine")), row)
     assert refused(source, "messages", Characters()).startswith(f"2: {said}")

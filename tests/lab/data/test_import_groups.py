@@ -73,13 +73,9 @@ def test_other_ids_name_rollouts_of_one_prompt(source, uid):
 
 
 @KINDS
-@pytest.mark.parametrize(
-    "flag",
-    [
-        {"loss": False}, {"step_loss_mask": 0}, {"remove_sample": True}, {"training": 0.0},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("flag", [
+    {"loss": False}, {"step_loss_mask": 0}, {"remove_sample": True}, {"training": 0.0},
+], ids=str)  # fmt: skip
 def test_rows_that_trainers_do_not_train(source, kind, flag):
     """Their rewards still count in their group, as slime has it."""
     ((rollouts),) = [g.rollouts for g in imported(write(source, ROWS[kind] | flag), kind)]

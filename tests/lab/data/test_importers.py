@@ -27,32 +27,26 @@ def test_verl(source):
     assert (second.prompt_len, second.loss, second.reward) == (3, (), -1.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"input": 3}, "2: input: not a string (3)"),
-        ({"score": None}, "2: reward: missing"),
-        ({"score": "1"}, "2: score: not a number ('1')"),
-        ({"output": chr(99)}, "2: tokens: token 3 is not in the vocabulary of 99 (99)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"input": 3}, "2: input: not a string (3)"),
+    ({"score": None}, "2: reward: missing"),
+    ({"score": "1"}, "2: score: not a number ('1')"),
+    ({"output": chr(99)}, "2: tokens: token 3 is not in the vocabulary of 99 (99)"),
+])  # fmt: skip
 def test_verl_refuses(source, changes, said):
     good = {"input": "ab", "output": "b", "score": 1.0}
     write(source, good, good | changes)
     assert refused(source, "verl", Characters(), vocab_size=99).startswith(said)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt_ids": [1, 2], "response_ids": [3, 4, 5, 6], "loss_mask": [1, 0, 1, 1]},
-        {"prompt_token_ids": [1, 2], "completion_ids": [3, 4, 5, 6], "response_mask": [1, 0, 1, 1]},
-        {"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 1, 0, 1, 1]},
-        {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [-100, -100, 3, -100, 5, 6]},
-        {"tokens": [1, 2, 3, 4, 5, 6], "response_length": 4, "loss_mask": [1, 0, 1, 1]},
-        {"tokens": [1, 2, 3, 4, 5, 6], "prompt_len": 2, "labels": [3, -100, 5, 6]},
-    ],
-)
+@pytest.mark.parametrize("row", [
+    {"prompt_ids": [1, 2], "response_ids": [3, 4, 5, 6], "loss_mask": [1, 0, 1, 1]},
+    {"prompt_token_ids": [1, 2], "completion_ids": [3, 4, 5, 6], "response_mask": [1, 0, 1, 1]},
+    {"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 1, 0, 1, 1]},
+    {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [-100, -100, 3, -100, 5, 6]},
+    {"tokens": [1, 2, 3, 4, 5, 6], "response_length": 4, "loss_mask": [1, 0, 1, 1]},
+    {"tokens": [1, 2, 3, 4, 5, 6], "prompt_len": 2, "labels": [3, -100, 5, 6]},
+])  # fmt: skip
 @pytest.mark.parametrize("logprobs", [[-1.0, -3.0, -4.0], [-1.0, -2.0, -3.0, -4.0]])
 def test_tokens(source, row, logprobs):
     write(source, row | {"reward": 1, "rollout_log_probs": logprobs})
@@ -74,28 +68,21 @@ def test_tokens_without_a_mask_train_the_response(source):
     assert names([group]) == {"0": ["0", "1", "2"]}
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({}, "tokens: missing"),
-        ({"input_ids": [1, 2, 3]}, "loss_mask: missing (nothing says what is trained)"),
-        ({"input_ids": [1, -2, 3], "prompt_len": 1}, "input_ids: token 1 is negative (-2)"),
-        ({"input_ids": [1, 2, 3], "prompt_len": 0}, "prompt_len: outside 1..3"),
-        ({"input_ids": [1, 2, 3], "response_length": 4}, "response_length: outside 0..2"),
-        ({"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}, "prompt_len: outside 1..3"),
-        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask: neither as long as"),
-        (
-            {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "prompt_len": 2},
-            "loss: span [1, 3] begins in",
-        ),
-        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels: differ from the tokens"),
-        ({"input_ids": [1, 9, 3], "prompt_len": 1}, "tokens: token 1 is not in the vocabulary"),
-        (
-            {"input_ids": [1, 2, 3], "prompt_len": 1, "old_logprobs": [-1.0]},
-            "old_logprobs: 1 entries for 2 trained tokens; give one for each",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    ({}, "tokens: missing"),
+    ({"input_ids": [1, 2, 3]}, "loss_mask: missing (nothing says what is trained)"),
+    ({"input_ids": [1, -2, 3], "prompt_len": 1}, "input_ids: token 1 is negative (-2)"),
+    ({"input_ids": [1, 2, 3], "prompt_len": 0}, "prompt_len: outside 1..3"),
+    ({"input_ids": [1, 2, 3], "response_length": 4}, "response_length: outside 0..2"),
+    ({"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}, "prompt_len: outside 1..3"),
+    ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask: neither as long as"),
+    ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "prompt_len": 2},
+     "loss: span [1, 3] begins in"),
+    ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels: differ from the tokens"),
+    ({"input_ids": [1, 9, 3], "prompt_len": 1}, "tokens: token 1 is not in the vocabulary"),
+    ({"input_ids": [1, 2, 3], "prompt_len": 1, "old_logprobs": [-1.0]},
+     "old_logprobs: 1 entries for 2 trained tokens; give one for each"),
+])  # fmt: skip
 def test_tokens_refuse(source, row, said):
     write(source, {"input_ids": [1, 2], "prompt_len": 1, "reward": 1}, row | {"reward": 1})
     assert refused(source, "tokens", vocab_size=9).startswith(f"2: {said}")
@@ -116,10 +103,9 @@ def imported(path, row):
     return rollout
 
 
-@pytest.mark.parametrize(
-    ("field", "on", "off"),
-    [("loss_mask", 1, 0), ("response_mask", True, False), ("completion_mask", 1.0, 0.0)],
-)
+@pytest.mark.parametrize(("field", "on", "off"), [
+    ("loss_mask", 1, 0), ("response_mask", True, False), ("completion_mask", 1.0, 0.0),
+])  # fmt: skip
 def test_masks_have_three_spellings(source, field, on, off):
     row = {"input_ids": [1, 2, 3, 4, 5], field: [off, off, on, off, on], "reward": 1}
     assert imported(source, row).loss == ((2, 3), (4, 5))
@@ -135,16 +121,13 @@ def test_a_mask_of_other_values_is_named(source, field, value):
     assert message.startswith(f"2: {field}: holds values other than 0 and 1 (entry 1 is ")
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"loss_mask": LOSS_MASK},
-        {"loss_mask": [bool(flag) for flag in LOSS_MASK]},
-        {"prompt_len": 4, "loss_mask": LOSS_MASK[4:]},
-        {"response_length": 4, "loss_mask": LOSS_MASK[4:]},
-        {"labels": [-100, -100, -100, -100, 7, -100, 9, 0]},
-    ],
-)
+@pytest.mark.parametrize("more", [
+    {"loss_mask": LOSS_MASK},
+    {"loss_mask": [bool(flag) for flag in LOSS_MASK]},
+    {"prompt_len": 4, "loss_mask": LOSS_MASK[4:]},
+    {"response_length": 4, "loss_mask": LOSS_MASK[4:]},
+    {"labels": [-100, -100, -100, -100, 7, -100, 9, 0]},
+])  # fmt: skip
 @pytest.mark.parametrize("logprobs", [[-1.0, -3.0], [-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0, -4.0]])
 def test_pads_are_dropped(source, more, logprobs):
     rollout = imported(source, PADDED | more | {"old_logprobs": logprobs})
@@ -160,20 +143,15 @@ def test_pads_of_a_prompt_that_is_a_list_of_its_own(source):
     assert rollout.loss == ((2, 4),)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"attention_mask": [0, 0, 1, 1, 0, 1, 1, 0]}, "attention_mask: is 0 inside the rollout"),
-        ({"attention_mask": [0] * 8}, "attention_mask: is 0 for all 8 tokens of the row"),
-        ({"attention_mask": [1] * 7}, "attention_mask: not one entry for each of 8 tokens (7)"),
-        ({"loss_mask": None, "prompt_len": 4}, "prompt_len: it is not clear whether 4 counts the"),
-        (
-            {"loss_mask": None, "response_length": 3},
-            "response_length: it is not clear whether 3 counts the padding on the right",
-        ),
-        ({"prompt_len": 4}, "prompt_len: it is not clear whether 4 counts the padding on the left"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"attention_mask": [0, 0, 1, 1, 0, 1, 1, 0]}, "attention_mask: is 0 inside the rollout"),
+    ({"attention_mask": [0] * 8}, "attention_mask: is 0 for all 8 tokens of the row"),
+    ({"attention_mask": [1] * 7}, "attention_mask: not one entry for each of 8 tokens (7)"),
+    ({"loss_mask": None, "prompt_len": 4}, "prompt_len: it is not clear whether 4 counts the"),
+    ({"loss_mask": None, "response_length": 3},
+     "response_length: it is not clear whether 3 counts the padding on the right"),
+    ({"prompt_len": 4}, "prompt_len: it is not clear whether 4 counts the padding on the left"),
+])  # fmt: skip
 def test_masks_of_pads_that_cannot_be_followed(source, changes, said):
     write(source, PADDED | {"loss_mask": LOSS_MASK} | changes)
     assert refused(source, "tokens").startswith(f"1: {said}")

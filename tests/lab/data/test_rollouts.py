@@ -101,15 +101,12 @@ def one_group(**changes):
     return Group("a", (dataclasses.replace(good, **changes),))
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"reward": float("nan")}, "reward"), ({"prompt_len": 0}, "prompt_len"),
-        ({"loss": ((0, 2),)}, "loss"), ({"tokens": np.array([1, -1, 2], dtype=np.int32)}, "tokens"),
-        ({"old_logprobs": np.zeros(3)}, "old_logprobs"),
-        ({"old_logprobs": np.array([0.0, np.inf])}, "old_logprobs"), ({"group": "b"}, "group"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "field"), [
+    ({"reward": float("nan")}, "reward"), ({"prompt_len": 0}, "prompt_len"),
+    ({"loss": ((0, 2),)}, "loss"), ({"tokens": np.array([1, -1, 2], dtype=np.int32)}, "tokens"),
+    ({"old_logprobs": np.zeros(3)}, "old_logprobs"),
+    ({"old_logprobs": np.array([0.0, np.inf])}, "old_logprobs"), ({"group": "b"}, "group"),
+])  # fmt: skip
 def test_a_bad_rollout_is_not_written(tmp_path, changes, field):
     path = tmp_path / "out.jsonl.gz"
     path.write_text("what was there", encoding="utf-8")
@@ -126,14 +123,11 @@ def interrupted():
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("groups", "error"),
-    [
-        (lambda: iter([]), UserError),
-        (lambda: [one_group(), one_group()], UserError),
-        (interrupted, KeyboardInterrupt),
-    ],
-)
+@pytest.mark.parametrize(("groups", "error"), [
+    (lambda: iter([]), UserError),
+    (lambda: [one_group(), one_group()], UserError),
+    (interrupted, KeyboardInterrupt),
+])  # fmt: skip
 def test_nothing_is_half_written(tmp_path, groups, error):
     with pytest.raises(error):
         write_rollouts(tmp_path / "out.jsonl", groups())

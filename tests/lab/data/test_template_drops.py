@@ -44,48 +44,34 @@ def text_of(path, template):
     return "".join(map(chr, group.rollouts[0].tokens.tolist()))
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (
-            WHOLE.replace(HEAD, "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>"),
-            "messages: message 4 (tool): the chat template drops its content",
-        ),
-        (
-            WHOLE.replace("{{ m.content | trim }}", "{{ m.content if m.role != 'system' }}"),
-            "messages: message 0 (system): the chat template drops its content",
-        ),
-        (
-            WHOLE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
-            "messages: message 3 (assistant): the chat template drops its tool call 1",
-        ),
-        (
-            WHOLE.replace(REASONING, ""),
-            "messages: message 3 (assistant): the chat template drops its reasoning",
-        ),
-        (WHOLE.replace(TOOLS, ""), "tools: the chat template drops them"),
-    ],
-)
+@pytest.mark.parametrize(("template", "said"), [
+    (WHOLE.replace(HEAD, "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>"),
+     "messages: message 4 (tool): the chat template drops its content"),
+    (WHOLE.replace("{{ m.content | trim }}", "{{ m.content if m.role != 'system' }}"),
+     "messages: message 0 (system): the chat template drops its content"),
+    (WHOLE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+     "messages: message 3 (assistant): the chat template drops its tool call 1"),
+    (WHOLE.replace(REASONING, ""),
+     "messages: message 3 (assistant): the chat template drops its reasoning"),
+    (WHOLE.replace(TOOLS, ""), "tools: the chat template drops them"),
+])  # fmt: skip
 def test_what_a_template_drops_is_named(source, template, said):
     write(source, {"messages": [say("user", "a"), say("assistant", "b")], "reward": 1}, agent())
     assert refused(source, "messages", Jinja(template)).startswith(f"2: {said}; use the template")
 
 
-@pytest.mark.parametrize(
-    ("template", "message", "said"),
-    [
-        # As DeepSeek-R1's, which keeps only what follows the thought.
-        ("{{ m.content.split('</think>')[-1] }}", {"content": "<think>hm</think>yes"}, "reasoning"),
-        ("{{ m.content[:3] }}", {"content": "yes, of course"}, "content"),
-        ("{{ m.content }}", {"content": "yes", "thinking": "hm"}, "reasoning"),
-        ("{{ m.content }}", {"content": None, "refusal": "I cannot"}, "refusal"),
-        (
-            "{{ m.content }}",
-            {"content": "yes", "function_call": {"name": "f", "arguments": "{}"}},
-            "function call",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("template", "message", "said"), [
+    # As DeepSeek-R1's, which keeps only what follows the thought.
+    ("{{ m.content.split('</think>')[-1] }}", {"content": "<think>hm</think>yes"}, "reasoning"),
+    ("{{ m.content[:3] }}", {"content": "yes, of course"}, "content"),
+    ("{{ m.content }}", {"content": "yes", "thinking": "hm"}, "reasoning"),
+    ("{{ m.content }}", {"content": None, "refusal": "I cannot"}, "refusal"),
+    (
+        "{{ m.content }}",
+        {"content": "yes", "function_call": {"name": "f", "arguments": "{}"}},
+        "function call",
+    ),
+])  # fmt: skip
 def test_parts_of_an_answer(source, template, message, said):
     row = {"messages": [say("user", "a"), {"role": "assistant", **message}], "reward": 1}
     text = refused(write(source, row), "messages", Jinja(HEAD + template + TAIL))
@@ -93,42 +79,37 @@ def test_parts_of_an_answer(source, template, message, said):
     assert text.startswith(f"{place}: the chat template drops its {said}; use")
 
 
-@pytest.mark.parametrize(
-    ("template", "messages"),
-    [
-        # What a template rewrites it does not drop.
-        (HEAD + "{{ m.content | upper }}" + TAIL, [say("user", "a"), say("assistant", "b")]),
-        # Nor what it refuses to do without.
-        (
-            HEAD
-            + "{% if m.role == 'user' and m.content != 'a' %}{{ raise_exception('no') }}{% endif %}"
-            + "{{ m.content if m.role != 'user' }}" + TAIL,
-            [say("user", "a"), say("assistant", "b")],
-        ),
-        # A marked answer of a tool looks like a question (Qwen3), after which no thought is kept.
-        (
-            "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and"
-            " not m.content.endswith('</tool>') %}{% set ns.last = loop.index0 %}{% endif %}"
-            "{% endfor %}"
-            + HEAD
-            + "{% if loop.index0 > ns.last %}" + REASONING + "{% endif %}{{ m.content }}" + TAIL,
-            [
-                say("user", "a"), say("assistant", "b", reasoning_content="hm"),
-                say("user", "<tool>1</tool>"), say("assistant", "c", reasoning_content="so"),
-            ],
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "messages"), [
+    # What a template rewrites it does not drop.
+    (HEAD + "{{ m.content | upper }}" + TAIL, [say("user", "a"), say("assistant", "b")]),
+    # Nor what it refuses to do without.
+    (
+        HEAD
+        + "{% if m.role == 'user' and m.content != 'a' %}{{ raise_exception('no') }}{% endif %}"
+        + "{{ m.content if m.role != 'user' }}" + TAIL,
+        [say("user", "a"), say("assistant", "b")],
+    ),
+    # A marked answer of a tool looks like a question (Qwen3), after which no thought is kept.
+    (
+        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and"
+        " not m.content.endswith('</tool>') %}{% set ns.last = loop.index0 %}{% endif %}"
+        "{% endfor %}"
+        + HEAD
+        + "{% if loop.index0 > ns.last %}" + REASONING + "{% endif %}{{ m.content }}" + TAIL,
+        [
+            say("user", "a"), say("assistant", "b", reasoning_content="hm"),
+            say("user", "<tool>1</tool>"), say("assistant", "c", reasoning_content="so"),
+        ],
+    ),
+])  # fmt: skip
 def test_what_a_template_keeps(source, template, messages):
     write(source, {"messages": messages, "reward": 1})
     assert text_of(source, template)
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    [json.dumps, lambda calls: [json.dumps(part) for part in calls], lambda calls: calls],
-    ids=["a string", "strings", "objects"],
-)
+@pytest.mark.parametrize("spelling", [
+    json.dumps, lambda calls: [json.dumps(part) for part in calls], lambda calls: calls,
+], ids=["a string", "strings", "objects"])  # fmt: skip
 def test_tool_calls_may_be_json_in_a_string(source, spelling):
     row = agent(tools=json.dumps(agent()["tools"]))
     row["messages"][3]["tool_calls"] = spelling(row["messages"][3]["tool_calls"])
@@ -150,14 +131,10 @@ def test_a_null_that_would_be_written(source):
     assert "None" not in text_of(source, asked)
 
 
-@pytest.mark.parametrize(
-    "turns",
-    [
-        [say("assistant", None)], [{"role": "assistant"}], [say("assistant", "")],
-        [say("assistant", "", tool_calls=[])], [],
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("turns", [
+    [say("assistant", None)], [{"role": "assistant"}], [say("assistant", "")],
+    [say("assistant", "", tool_calls=[])], [],
+], ids=str)  # fmt: skip
 def test_an_empty_answer_is_a_rollout_that_is_not_trained(source, turns):
     """R1's and QwQ's templates begin a thought; null is a TypeError here."""
     template = HEAD + "{{ '' + m.content }}" + TAIL.replace("<assistant>", "<assistant><think>")

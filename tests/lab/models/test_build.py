@@ -204,27 +204,22 @@ def test_parameters_are_counted_right():
     assert built == spec.parameters()
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "options", "message"),
-    [
-        ("tiny-llama", Layout(pp=3), {}, "4 layers, which 3 pipeline stages"),
-        ("tiny-llama", Layout(pp=2, vpp=4), {}, "which 8 pipeline stages .pp 2 . vpp 4."),
-        ("tiny-llama", Layout(tp=4), {}, "2 key/value heads, which --tp 4"),
-        ("tiny-llama", Layout(dp=2, ep=2), {}, "no experts; leave --ep 2 out"),
-        ("tiny-moe", Layout(dp=3, ep=3), {}, "8 experts, which --ep 3"),
-        ("tiny-moe", Layout(tp=2), {}, "add --sequence-parallel"),
-        (
-            "tiny-deepseek", Layout(tp=2), {"num_moe_experts": None, "moe_layer_freq": 1},
-            "latent attention and --tp is 2: .* wrong gradients",
-        ),
-        ("tiny-gpt-oss", Layout(tp=2, **SP), {}, "experts with biases, .* leave --tp 2 out"),
-        ("tiny-gpt-oss", Layout(), {"sdpa": True}, "neither windows nor learned sinks"),
-        ("tiny-llama", Layout(), {"dtype": "float16"}, "'float16' is not supported"),
-        ("tiny-llama", Layout(), {"recompute": "some"}, "recompute 'some' is not known"),
-        ("tiny-llama", Layout(), {"layer_spec": "te"}, "needs transformer-engine, a GPU"),
-        ("tiny-llama", Layout(), {"layer_spec": "best"}, "layer spec 'best' is not known"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "layout", "options", "message"), [
+    ("tiny-llama", Layout(pp=3), {}, "4 layers, which 3 pipeline stages"),
+    ("tiny-llama", Layout(pp=2, vpp=4), {}, "which 8 pipeline stages .pp 2 . vpp 4."),
+    ("tiny-llama", Layout(tp=4), {}, "2 key/value heads, which --tp 4"),
+    ("tiny-llama", Layout(dp=2, ep=2), {}, "no experts; leave --ep 2 out"),
+    ("tiny-moe", Layout(dp=3, ep=3), {}, "8 experts, which --ep 3"),
+    ("tiny-moe", Layout(tp=2), {}, "add --sequence-parallel"),
+    ("tiny-deepseek", Layout(tp=2), {"num_moe_experts": None, "moe_layer_freq": 1},
+     "latent attention and --tp is 2: .* wrong gradients"),
+    ("tiny-gpt-oss", Layout(tp=2, **SP), {}, "experts with biases, .* leave --tp 2 out"),
+    ("tiny-gpt-oss", Layout(), {"sdpa": True}, "neither windows nor learned sinks"),
+    ("tiny-llama", Layout(), {"dtype": "float16"}, "'float16' is not supported"),
+    ("tiny-llama", Layout(), {"recompute": "some"}, "recompute 'some' is not known"),
+    ("tiny-llama", Layout(), {"layer_spec": "te"}, "needs transformer-engine, a GPU"),
+    ("tiny-llama", Layout(), {"layer_spec": "best"}, "layer spec 'best' is not known"),
+])  # fmt: skip
 def test_what_cannot_be_built_is_refused(name, layout, options, message):
     fields = {key: value for key, value in options.items() if key in FIELDS}
     options = {key: value for key, value in options.items() if key not in FIELDS}

@@ -90,13 +90,10 @@ def test_every_tensor_has_its_place(tmp_path):
     assert read >= safetensors.load_file(tmp_path / "model.safetensors").keys()
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"mtp_num_layers": 3}, r"mtp\.layers\.4\.eh_proj"),
-        ({"mtp_hybrid_override_pattern": "*-"}, r"mtp\.layers\.1\.mixer\.down"),
-    ],
-)
+@pytest.mark.parametrize(("change", "name"), [
+    ({"mtp_num_layers": 3}, r"mtp\.layers\.4\.eh_proj"),
+    ({"mtp_hybrid_override_pattern": "*-"}, r"mtp\.layers\.1\.mixer\.down"),
+])  # fmt: skip
 def test_what_is_not_there_is_named(tmp_path, change, name):
     checkpoint(tmp_path)
     with pytest.raises(UserError, match=rf"missing tensors.*{name}"):

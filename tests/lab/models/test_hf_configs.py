@@ -130,17 +130,14 @@ def loaded(folder, values):
 SHORT = {name: value for name, value in GPT_OSS.items() if not name.startswith("rope_")}
 
 
-@pytest.mark.parametrize(
-    ("preset", "values"),
-    [
-        ("llama3-8b", LLAMA3), ("qwen3-8b", QWEN3), ("qwen3-30b-a3b", QWEN3_MOE),
-        ("qwen3-30b-a3b", {**QWEN3_MOE, "num_experts": None, "num_local_experts": 128}),
-        ("deepseek-v3", DEEPSEEK), ("moonlight-16b-a3b", MOONLIGHT), ("glm-4.7-flash", GLM),
-        ("gpt-oss-20b", GPT_OSS), ("gpt-oss-20b", {**SHORT, "layer_types": None}),  # its defaults
-        ("gpt-oss-20b", {**SHORT, "rope_parameters": {**YARN_GPT, "rope_theta": 150000}}),
-        ("qwen3-next-80b-a3b", QWEN3_NEXT), ("qwen3.5-9b", QWEN3_5),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("preset", "values"), [
+    ("llama3-8b", LLAMA3), ("qwen3-8b", QWEN3), ("qwen3-30b-a3b", QWEN3_MOE),
+    ("qwen3-30b-a3b", {**QWEN3_MOE, "num_experts": None, "num_local_experts": 128}),
+    ("deepseek-v3", DEEPSEEK), ("moonlight-16b-a3b", MOONLIGHT), ("glm-4.7-flash", GLM),
+    ("gpt-oss-20b", GPT_OSS), ("gpt-oss-20b", {**SHORT, "layer_types": None}),  # its defaults
+    ("gpt-oss-20b", {**SHORT, "rope_parameters": {**YARN_GPT, "rope_theta": 150000}}),
+    ("qwen3-next-80b-a3b", QWEN3_NEXT), ("qwen3.5-9b", QWEN3_5),
+])  # fmt: skip
 def test_a_config_json_gives_the_preset_of_its_model(tmp_path, preset, values):
     expected = dataclasses.replace(PRESETS[preset], name=tmp_path.name)
     assert loaded(tmp_path, values) == expected
@@ -250,47 +247,41 @@ def test_what_megatron_computes_otherwise_is_refused_by_field(tmp_path, base, fi
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("base", "values", "words"),
-    [
-        (LLAMA3, {"hidden_size": None}, "hidden_size is missing"),
-        (LLAMA3, {"hidden_size": "wide"}, "hidden_size is 'wide'"),
-        (LLAMA3, {"num_hidden_layers": 2.5}, r"num_hidden_layers is 2\.5"),
-        (LLAMA3, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
-        (LLAMA3, {"num_key_value_heads": 5}, "num_query_groups 5 must divide"),
-        (LLAMA3, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear' is not supported"),
-        (LLAMA3, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.*factor.*missing"),
-        (
-            LLAMA3,
-            {"rope_scaling": {**LLAMA31_ROPE, "original_max_position_embeddings": 4096}},
-            r"4096\) is not supported.*8192",
-        ),
-        (QWEN3, {"layer_types": ["sliding_attention"]}, "layer_types.*'sliding_attention'"),
-        (QWEN3_MOE, {"mlp_only_layers": "none"}, "mlp_only_layers is 'none'"),
-        (QWEN3_MOE, {"num_experts_per_tok": 200}, "moe_router_topk 200 .*128"),
-        (DEEPSEEK, {"rope_scaling": {**YARN, "type": "linear"}}, "'linear' is not supported"),
-        (DEEPSEEK, {"rope_scaling": {**YARN, "mscale": None}}, "mscale is missing beside"),
-        (DEEPSEEK, {"rope_scaling": {**YARN, "truncate": False}}, "truncate False is not"),
-        (DEEPSEEK, {"rope_scaling": {**YARN, "attention_factor": 2}}, "attention_factor 2 is not"),
-        (DEEPSEEK, {"qk_rope_head_dim": 63}, "qk_pos_emb_head_dim 63 must be even"),
-        (GLM, {"mlp_layer_types": ["dense"] * 46 + ["other"]}, "mlp_layer_types is not"),
-        (GPT_OSS, {"layer_types": [*KINDS, "other"] * 8}, "layer_types is not 'full_attention' or"),
-        (GPT_OSS, {"rope_scaling": {**YARN_GPT, "mscale": 1.0}}, r"mscale 1\.0 is not supported"),
-        (GPT_OSS, {"rope_scaling": {**YARN_GPT, "factor": 0}}, "must be finite numbers above 0"),
-        (GPT_OSS, {"sliding_window": 0}, "sliding_window is 0"),
-        (QWEN3_NEXT, {"layer_types": ["linear_attention"] * 48}, "layer_types are not supported"),
-        (QWEN3_NEXT, {"linear_num_key_heads": 3}, "3 must divide linear_num_value_heads 32"),
-        (QWEN3_NEXT, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1 sees no other"),
-        (QWEN3_NEXT, {"rope_parameters": [1]}, "rope_parameters is .1., not an object"),
-        (QWEN3_5, {"num_key_value_heads": None}, "num_key_value_heads is missing"),
-        (NEMOTRON_H, {"hybrid_override_pattern": "MXM*"}, "hybrid_override_pattern 'MXM.' is not"),
-        (NEMOTRON_H, {"hybrid_override_pattern": "--"}, "no layer that mixes positions"),
-        (NEMOTRON_H, {"hybrid_override_pattern": ""}, "hybrid_override_pattern is missing"),
-        (NEMOTRON_H, {"hybrid_override_pattern": "MEM*-M-M-M"}, "moe_intermediate_size is miss"),
-        ({}, {"model_type": "qwen3_5"}, "text_config is missing"),
-        ({}, {"model_type": "qwen3_5", "text_config": {"model_type": "t5"}}, "unknown family"),
-    ],
-)
+@pytest.mark.parametrize(("base", "values", "words"), [
+    (LLAMA3, {"hidden_size": None}, "hidden_size is missing"),
+    (LLAMA3, {"hidden_size": "wide"}, "hidden_size is 'wide'"),
+    (LLAMA3, {"num_hidden_layers": 2.5}, r"num_hidden_layers is 2\.5"),
+    (LLAMA3, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+    (LLAMA3, {"num_key_value_heads": 5}, "num_query_groups 5 must divide"),
+    (LLAMA3, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear' is not supported"),
+    (LLAMA3, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.*factor.*missing"),
+    (LLAMA3, {"rope_scaling": {**LLAMA31_ROPE, "original_max_position_embeddings": 4096}},
+     r"4096\) is not supported.*8192"),
+    (QWEN3, {"layer_types": ["sliding_attention"]}, "layer_types.*'sliding_attention'"),
+    (QWEN3_MOE, {"mlp_only_layers": "none"}, "mlp_only_layers is 'none'"),
+    (QWEN3_MOE, {"num_experts_per_tok": 200}, "moe_router_topk 200 .*128"),
+    (DEEPSEEK, {"rope_scaling": {**YARN, "type": "linear"}}, "'linear' is not supported"),
+    (DEEPSEEK, {"rope_scaling": {**YARN, "mscale": None}}, "mscale is missing beside"),
+    (DEEPSEEK, {"rope_scaling": {**YARN, "truncate": False}}, "truncate False is not"),
+    (DEEPSEEK, {"rope_scaling": {**YARN, "attention_factor": 2}}, "attention_factor 2 is not"),
+    (DEEPSEEK, {"qk_rope_head_dim": 63}, "qk_pos_emb_head_dim 63 must be even"),
+    (GLM, {"mlp_layer_types": ["dense"] * 46 + ["other"]}, "mlp_layer_types is not"),
+    (GPT_OSS, {"layer_types": [*KINDS, "other"] * 8}, "layer_types is not 'full_attention' or"),
+    (GPT_OSS, {"rope_scaling": {**YARN_GPT, "mscale": 1.0}}, r"mscale 1\.0 is not supported"),
+    (GPT_OSS, {"rope_scaling": {**YARN_GPT, "factor": 0}}, "must be finite numbers above 0"),
+    (GPT_OSS, {"sliding_window": 0}, "sliding_window is 0"),
+    (QWEN3_NEXT, {"layer_types": ["linear_attention"] * 48}, "layer_types are not supported"),
+    (QWEN3_NEXT, {"linear_num_key_heads": 3}, "3 must divide linear_num_value_heads 32"),
+    (QWEN3_NEXT, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1 sees no other"),
+    (QWEN3_NEXT, {"rope_parameters": [1]}, "rope_parameters is .1., not an object"),
+    (QWEN3_5, {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+    (NEMOTRON_H, {"hybrid_override_pattern": "MXM*"}, "hybrid_override_pattern 'MXM.' is not"),
+    (NEMOTRON_H, {"hybrid_override_pattern": "--"}, "no layer that mixes positions"),
+    (NEMOTRON_H, {"hybrid_override_pattern": ""}, "hybrid_override_pattern is missing"),
+    (NEMOTRON_H, {"hybrid_override_pattern": "MEM*-M-M-M"}, "moe_intermediate_size is miss"),
+    ({}, {"model_type": "qwen3_5"}, "text_config is missing"),
+    ({}, {"model_type": "qwen3_5", "text_config": {"model_type": "t5"}}, "unknown family"),
+])  # fmt: skip
 def test_wrong_fields_are_refused_by_name(tmp_path, base, values, words):
     with pytest.raises(UserError, match=words) as caught:
         loaded(tmp_path, {**base, **values})

@@ -95,10 +95,9 @@ def logged(caplog):
     return told
 
 
-@pytest.mark.parametrize(
-    ("family", "extra"),
-    [("deepseek", "model.layers.4.eh_proj.weight"), ("qwen3-next", "mtp.fc.weight")],
-)
+@pytest.mark.parametrize(("family", "extra"), [
+    ("deepseek", "model.layers.4.eh_proj.weight"), ("qwen3-next", "mtp.fc.weight"),
+])  # fmt: skip
 def test_heads_that_the_model_has_not_are_left_out_and_said(tmp_path, caplog, family, extra):
     hf_checkpoints.make(tmp_path, family, shard_size="1GB")
     tensors = safetensors.load_file(tmp_path / "model.safetensors")
@@ -146,14 +145,11 @@ def test_the_table_has_every_tensor_once(tmp_path, family):
     assert len(used) == len(set(used)) and {rows.name for rows in used} == found.names
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"rotary_base": 10000.0}, "rotary_base 10000.0 instead of 50.0"),
-        ({"num_layers": 5}, "num_layers 5 instead of 4"),
-        ({"qk_layernorm": False, "tie_embeddings": False}, "qk_layernorm False instead of True"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"rotary_base": 10000.0}, "rotary_base 10000.0 instead of 50.0"),
+    ({"num_layers": 5}, "num_layers 5 instead of 4"),
+    ({"qk_layernorm": False, "tie_embeddings": False}, "qk_layernorm False instead of True"),
+])  # fmt: skip
 def test_another_model_is_refused(made, change, words):
     assert words in refused(made, **change)
 

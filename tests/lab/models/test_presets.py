@@ -18,14 +18,11 @@ from megatron_prefix.lab.runtime import Layout
 
 
 # The published totals, less the norm weights, which `parameters` leaves out.
-@pytest.mark.parametrize(
-    ("name", "total", "norms"),
-    [
-        ("llama3-8b", 8_030_261_248, 65 * 4096),
-        ("qwen3-8b", 8_190_735_360, 36 * (2 * 4096 + 2 * 128) + 4096),
-        ("qwen3-30b-a3b", 30_532_122_624, 48 * (2 * 2048 + 2 * 128) + 2048),
-    ],
-)
+@pytest.mark.parametrize(("name", "total", "norms"), [
+    ("llama3-8b", 8_030_261_248, 65 * 4096),
+    ("qwen3-8b", 8_190_735_360, 36 * (2 * 4096 + 2 * 128) + 4096),
+    ("qwen3-30b-a3b", 30_532_122_624, 48 * (2 * 2048 + 2 * 128) + 2048),
+])  # fmt: skip
 def test_real_shapes_have_the_published_number_of_parameters(name, total, norms):
     assert PRESETS[name].parameters() == total - norms
 
@@ -69,35 +66,29 @@ def test_numbers_are_finite_and_of_one_sign(field, value):
         dataclasses.replace(PRESETS["tiny-llama"], **{field: value})
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("num_query_groups", 2, "2 must be num_attention_heads 4"),
-        ("qk_pos_emb_head_dim", 7, "7 must be even"),
-        ("kv_lora_rank", 0, "0 must be an integer from 1"),
-        ("rope_type", "linear", "'linear' is not supported; use 'rope' or 'yarn'"),
-        ("rope", False, "set rope to true"),
-        ("attention_output_gate", True, "multi_latent_attention has no attention_output_gate"),
-        ("experimental_attention_variant", "gated_delta_net", "multi_latent_attention has no"),
-        ("mscale", math.nan, "mscale nan must be a finite number"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "words"), [
+    ("num_query_groups", 2, "2 must be num_attention_heads 4"),
+    ("qk_pos_emb_head_dim", 7, "7 must be even"),
+    ("kv_lora_rank", 0, "0 must be an integer from 1"),
+    ("rope_type", "linear", "'linear' is not supported; use 'rope' or 'yarn'"),
+    ("rope", False, "set rope to true"),
+    ("attention_output_gate", True, "multi_latent_attention has no attention_output_gate"),
+    ("experimental_attention_variant", "gated_delta_net", "multi_latent_attention has no"),
+    ("mscale", math.nan, "mscale nan must be a finite number"),
+])  # fmt: skip
 def test_what_latent_attention_lacks_is_refused(field, value, words):
     fields = {"linear_attention_freq": 4, field: value}
     with pytest.raises(UserError, match=words):
         resolve("tiny-deepseek", **fields)
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
-        ("tiny-nemotron-h", {"num_layers": 8}, "6 symbols for 8 layers"),
-        ("tiny-qwen3-next", {"rotary_percent": 0.0}, "rotary_percent 0.0 must be above 0"),
-        ("tiny-qwen3-next", {"hybrid_override_pattern": "GG*-"}, "exclude each other; set the"),
-        ("tiny-qwen3-next", {"linear_attention_freq": None}, "freq None must be an integer from"),
-        ("tiny-llama", {"experimental_attention_variant": "dsa"}, "'dsa' is not supported; use"),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields", "message"), [
+    ("tiny-nemotron-h", {"num_layers": 8}, "6 symbols for 8 layers"),
+    ("tiny-qwen3-next", {"rotary_percent": 0.0}, "rotary_percent 0.0 must be above 0"),
+    ("tiny-qwen3-next", {"hybrid_override_pattern": "GG*-"}, "exclude each other; set the"),
+    ("tiny-qwen3-next", {"linear_attention_freq": None}, "freq None must be an integer from"),
+    ("tiny-llama", {"experimental_attention_variant": "dsa"}, "'dsa' is not supported; use"),
+])  # fmt: skip
 def test_hybrid_fields_that_contradict_are_refused(name, fields, message):
     with pytest.raises(UserError, match=message):
         resolve(name, **fields)
@@ -183,15 +174,12 @@ def test_old_names_lead_to_fields():
     assert not RENAMED.keys() & fields
 
 
-@pytest.mark.parametrize(
-    ("model", "release", "overrides", "fused"),
-    [
-        ("tiny-moe", "2.7.0", {}, True),
-        ("tiny-moe", "2.6.0", {}, False),
-        ("tiny-moe", "2.7.0", routes.CONFIG, False),  # which fused routers do not follow
-        ("tiny-llama", "2.7.0", {}, False),
-    ],
-)
+@pytest.mark.parametrize(("model", "release", "overrides", "fused"), [
+    ("tiny-moe", "2.7.0", {}, True),
+    ("tiny-moe", "2.6.0", {}, False),
+    ("tiny-moe", "2.7.0", routes.CONFIG, False),  # which fused routers do not follow
+    ("tiny-llama", "2.7.0", {}, False),
+])  # fmt: skip
 def test_routers_are_fused_where_they_can_be(monkeypatch, model, release, overrides, fused):
     monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version(release))
     config = transformer_config(

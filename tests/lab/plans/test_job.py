@@ -85,25 +85,22 @@ def test_times_of_two_ranks():
     assert (found.received_positions, found.peak_received) == ((0, 4), (0, 4))
 
 
-@pytest.mark.parametrize(
-    ("plans", "message"),
-    [
-        (two("F0 S0>1 F1 B1 R0<1"), "rank 0 never runs B0"),
-        (two("F0 F1 B1 R0<1 B0"), "rank 0, place 3: R0<1 runs before S0>1"),
-        (two("F0 S0>1 S0>1 F1 B1 R0<1 B0"), "rank 0, place 2: S0>1 runs a second time"),
-        (two("F0 S0>1 F7 F1 B1 R0<1 B0"), "rank 0, place 2: F7 does not exist"),
-        (two("F0 S0>0 F1 B1 R0<1 B0"), "rank 0, place 1: S0>0 does not exist"),
-        (two(receiver="F0 F1 B1 S0>0"), "rank 1, place 0: F0 does not exist"),
-        (two("F1 F0 S0>1 B1 R0<1 B0"), "rank 0, place 0: F1 runs before F0"),
-        (two(receiver="F1 R0<0 B1 S0>0"), "rank 1, place 0: F1 runs before R0<0"),
-        (two("S0>1 F0 F1 B1 R0<1 B0"), "rank 0, place 0: S0>1 runs before F0"),
-        (two("F0 S0>1 F1 R0<1 B0 B1"), "rank 0, place 4: B0 runs before B1"),
-        (two(receiver="R0<0 F1 S0>0 B1"), "rank 1, place 2: S0>0 runs before B1"),
-        (two("F0 S0>1 B1 F1 R0<1 B0"), "rank 0, place 2: B1 runs before F1"),
-        (chain("R1<1 F2 R0<0 B2 S1>1 S0>0"), "rank 2, place 1: F2 runs before R0<0"),
-        (chain("R0<0 R1<1 F2 B2 S0>0 S1>1"), "rank 2, place 4: S0>0 runs before S1>1"),
-    ],
-)
+@pytest.mark.parametrize(("plans", "message"), [
+    (two("F0 S0>1 F1 B1 R0<1"), "rank 0 never runs B0"),
+    (two("F0 F1 B1 R0<1 B0"), "rank 0, place 3: R0<1 runs before S0>1"),
+    (two("F0 S0>1 S0>1 F1 B1 R0<1 B0"), "rank 0, place 2: S0>1 runs a second time"),
+    (two("F0 S0>1 F7 F1 B1 R0<1 B0"), "rank 0, place 2: F7 does not exist"),
+    (two("F0 S0>0 F1 B1 R0<1 B0"), "rank 0, place 1: S0>0 does not exist"),
+    (two(receiver="F0 F1 B1 S0>0"), "rank 1, place 0: F0 does not exist"),
+    (two("F1 F0 S0>1 B1 R0<1 B0"), "rank 0, place 0: F1 runs before F0"),
+    (two(receiver="F1 R0<0 B1 S0>0"), "rank 1, place 0: F1 runs before R0<0"),
+    (two("S0>1 F0 F1 B1 R0<1 B0"), "rank 0, place 0: S0>1 runs before F0"),
+    (two("F0 S0>1 F1 R0<1 B0 B1"), "rank 0, place 4: B0 runs before B1"),
+    (two(receiver="R0<0 F1 S0>0 B1"), "rank 1, place 2: S0>0 runs before B1"),
+    (two("F0 S0>1 B1 F1 R0<1 B0"), "rank 0, place 2: B1 runs before F1"),
+    (chain("R1<1 F2 R0<0 B2 S1>1 S0>0"), "rank 2, place 1: F2 runs before R0<0"),
+    (chain("R0<0 R1<1 F2 B2 S0>0 S1>1"), "rank 2, place 4: S0>0 runs before S1>1"),
+])  # fmt: skip
 def test_a_program_that_breaks_a_rule(plans, message):
     assert refused(plans).startswith(message)
 

@@ -136,18 +136,14 @@ def read(opcodes):
     return _IndexUnpickler(io.BytesIO(f"{opcodes}.".encode())).load()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (FORMATS, "V__class__\n"),
-        (getattr_of(FORMATS, CHANNELS_LAST), "V__class__\n"),
-        ("cbuiltins\ngetattr\n", "V__globals__\n"),
-        # Enums and modules that do not belong into an index.
-        (f"c{CHECKPOINT}.planner\nLoadItemType\n", "VTENSOR\n"),
-        ("cos\npath\n", "Vjoin\n"),
-    ],
-    ids=lambda arguments: " ".join("".join(arguments).split()),
-)
+@pytest.mark.parametrize("arguments", [
+    (FORMATS, "V__class__\n"),
+    (getattr_of(FORMATS, CHANNELS_LAST), "V__class__\n"),
+    ("cbuiltins\ngetattr\n", "V__globals__\n"),
+    # Enums and modules that do not belong into an index.
+    (f"c{CHECKPOINT}.planner\nLoadItemType\n", "VTENSOR\n"),
+    ("cos\npath\n", "Vjoin\n"),
+], ids=lambda arguments: " ".join("".join(arguments).split()))  # fmt: skip
 def test_getattr_reads_nothing_else(arguments):
     with pytest.raises(pickle.UnpicklingError, match="does not belong into"):
         read(getattr_of(*arguments))

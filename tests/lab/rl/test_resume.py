@@ -29,14 +29,10 @@ from tests.harness.training import (
 )
 
 
-@pytest.mark.parametrize(
-    ("fields", "dp"),
-    [
-        ({"mode": "on", "ppo_epochs": 2, "num_minibatches": 2, "loss_mean": "rollout"}, 1),
-        ({"mode": "on", "distributed_optimizer": True}, 2),
-    ],
-    ids=["epochs", "distributed-optimizer"],
-)
+@pytest.mark.parametrize(("fields", "dp"), [
+    ({"mode": "on", "ppo_epochs": 2, "num_minibatches": 2, "loss_mean": "rollout"}, 1),
+    ({"mode": "on", "distributed_optimizer": True}, 2),
+], ids=["epochs", "distributed-optimizer"])  # fmt: skip
 def test_resume_is_exact(tmp_path, fields, dp):
     job = settings(**fields)
     layout = Layout(dp=dp)
@@ -70,14 +66,11 @@ def one_step(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("model", "was made with another model .*num_layers 2 there, 4 here"),
-        ("rollouts", "made from other rollouts"),
-        ("dtype", "has dtype float32, this run float64"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ("model", "was made with another model .*num_layers 2 there, 4 here"),
+    ("rollouts", "made from other rollouts"),
+    ("dtype", "has dtype float32, this run float64"),
+])  # fmt: skip
 def test_something_else_is_not_resumed(one_step, change, message):
     options = {"model": ModelOptions("tiny-llama"), "dtype": replace(SMALL, dtype="float64")}.get(
         change, SMALL

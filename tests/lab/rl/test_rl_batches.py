@@ -94,15 +94,11 @@ def test_learning_rate_rises_and_stays():
     assert TrainSettings(groups_per_step=1, lr=0.8).lr_at(1) == 0.8
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"groups_per_step": 0}, {"ppo_epochs": 0}, {"num_minibatches": 0}, {"warmup_steps": -1},
-        {"max_skipped": -1}, {"lr": -1e-6}, {"lr": math.nan}, {"clip_grad": math.inf},
-        {"weight_decay": -0.1}, {"loss_mean": "sample"},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("fields", [
+    {"groups_per_step": 0}, {"ppo_epochs": 0}, {"num_minibatches": 0}, {"warmup_steps": -1},
+    {"max_skipped": -1}, {"lr": -1e-6}, {"lr": math.nan}, {"clip_grad": math.inf},
+    {"weight_decay": -0.1}, {"loss_mean": "sample"},
+], ids=str)  # fmt: skip
 def test_bad_settings_are_refused(fields):
     with pytest.raises(UserError, match=f"^{next(iter(fields))} is "):
         TrainSettings(**{"groups_per_step": 1, **fields})
@@ -169,15 +165,10 @@ def test_fingerprint_is_of_the_content(tmp_path):
         assert RolloutSet(tuple(read_groups(tmp_path / name))).fingerprint == wanted
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"reward": 7.0}, {"advantage": 0.5}, {"loss": ((3, 7),)}, {"prompt_len": 2},
-        {"uid": "other"}, {"tokens": np.arange(8, dtype=np.int32)},
-        {"old_logprobs": np.full(5, -1.0)},
-    ],
-    ids=lambda change: next(iter(change)),
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"reward": 7.0}, {"advantage": 0.5}, {"loss": ((3, 7),)}, {"prompt_len": 2}, {"uid": "other"},
+    {"tokens": np.arange(8, dtype=np.int32)}, {"old_logprobs": np.full(5, -1.0)},
+], ids=lambda change: next(iter(change)))  # fmt: skip
 def test_fingerprint_sees_every_field(change):
     groups = some_groups(2)
     first, second = groups[1].rollouts
@@ -213,10 +204,9 @@ def test_fewer_rollouts_than_microbatches_are_refused():
         pack_sizes([4, 4], 100, least=3)
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [(Layout(dp=2), [1, 3]), (Layout(dp=2, ep=2), [3, 3]), (Layout(dp=2, pp=2, vpp=2), [4, 4])],
-)
+@pytest.mark.parametrize(("layout", "expected"), [
+    (Layout(dp=2), [1, 3]), (Layout(dp=2, ep=2), [3, 3]), (Layout(dp=2, pp=2, vpp=2), [4, 4]),
+])  # fmt: skip
 def test_ranks_have_as_many_packs_as_the_stock_schedule_needs(layout, expected):
     ranks = [[5, 5, 5, 5], [20, 9, 9, 9]]
     assert num_packs(ranks, Baseline("packed", 20), layout) == expected

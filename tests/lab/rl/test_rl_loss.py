@@ -123,13 +123,10 @@ def test_logprob_pass_finds_the_trained_tokens(multiple):
     assert found.tolist() == new[rollout.loss_mask[1:]].tolist()
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"clip_low": 0.0}, {"clip_low": 1.5}, {"clip_high": -1.0}, {"clip_high": math.inf},
-        {"kl_coeff": -0.1}, {"kl_coeff": math.nan},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields", [
+    {"clip_low": 0.0}, {"clip_low": 1.5}, {"clip_high": -1.0}, {"clip_high": math.inf},
+    {"kl_coeff": -0.1}, {"kl_coeff": math.nan},
+])  # fmt: skip
 def test_bad_settings_are_refused(fields):
     with pytest.raises(UserError, match=next(iter(fields))):
         GrpoConfig(**fields)
@@ -151,14 +148,11 @@ def write(folder, steps, first=1, value=0.5):
         writer.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA H100 PCIe", None), ("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GeForce RTX 4090", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "rate"), [
+    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+    ("NVIDIA H100 PCIe", None), ("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GeForce RTX 4090", None),
+])  # fmt: skip
 def test_the_rate_of_a_gpu_is_that_of_its_card(name, rate, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)

@@ -156,15 +156,11 @@ WHEN_SHARING = {
 FALLBACK = {"prefix_sharing/fallback_reason": str}
 
 
-@pytest.mark.parametrize(
-    ("prefix", "more", "active", "fallbacks"),
-    [
-        (PrefixConfig(mode="off"), {}, None, None),
-        (PrefixConfig(mode="on", min_gain=0), OF_SHARING | WHEN_SHARING, 1, 0),
-        (PrefixConfig(mode="auto", min_speedup=4.5, min_gain=0), OF_SHARING | FALLBACK, 0, 2),
-    ],
-    ids=["off", "on", "auto, falling back"],
-)
+@pytest.mark.parametrize(("prefix", "more", "active", "fallbacks"), [
+    (PrefixConfig(mode="off"), {}, None, None),
+    (PrefixConfig(mode="on", min_gain=0), OF_SHARING | WHEN_SHARING, 1, 0),
+    (PrefixConfig(mode="auto", min_speedup=4.5, min_gain=0), OF_SHARING | FALLBACK, 0, 2),
+], ids=["off", "on", "auto, falling back"])  # fmt: skip
 def test_metrics_of_every_mode(tmp_path, prefix, more, active, fallbacks):
     train(tmp_path, 2, settings(prefix=prefix), up_to_loss())
     rows = [

@@ -100,10 +100,9 @@ def assert_gone(ranks, begin):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("where", "number"),
-    [("collective", signal.SIGTERM), ("lock", signal.SIGTERM), ("call", signal.SIGKILL)],
-)
+@pytest.mark.parametrize(("where", "number"), [
+    ("collective", signal.SIGTERM), ("lock", signal.SIGTERM), ("call", signal.SIGKILL),
+])  # fmt: skip
 def test_no_rank_stays_in_what_never_ends(tmp_path, where, number):
     with standing_job(tmp_path, where) as (job, ranks):
         begin = time.monotonic()

@@ -12,44 +12,35 @@ from megatron_prefix.lab.runtime.groups import shutdown
 from tests.harness.ranks import run_ranks
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"tp": 0}, "--tp 0 is not a size"), ({"dp": -1}, "--dp -1 is not a size"),
-        ({"pp": 1.5}, "--pp 1.5 is not a size"), ({"cp": True}, "--cp True is not a size"),
-        ({"dp": 10**20}, "--dp 1000+ is not a size; use an integer from 1 to 1000000"),
-        ({"pp": 64, "vpp": 64}, "--pp 64 . --vpp 64 are 4096 model chunks.*at most 1024"),
-        ({"sequence_parallel": True}, "needs --tp of at least 2, not 1"),
-        ({"vpp": 2}, "--vpp 2 needs --pp of at least 2"),
-        ({"ep": 2}, "--ep 2 must divide cp . dp = 1; use --dp 2"),
-        ({"ep": 4, "cp": 2, "dp": 3}, "--ep 4 must divide cp . dp = 6; use --dp 2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"tp": 0}, "--tp 0 is not a size"), ({"dp": -1}, "--dp -1 is not a size"),
+    ({"pp": 1.5}, "--pp 1.5 is not a size"), ({"cp": True}, "--cp True is not a size"),
+    ({"dp": 10**20}, "--dp 1000+ is not a size; use an integer from 1 to 1000000"),
+    ({"pp": 64, "vpp": 64}, "--pp 64 . --vpp 64 are 4096 model chunks.*at most 1024"),
+    ({"sequence_parallel": True}, "needs --tp of at least 2, not 1"),
+    ({"vpp": 2}, "--vpp 2 needs --pp of at least 2"),
+    ({"ep": 2}, "--ep 2 must divide cp . dp = 1; use --dp 2"),
+    ({"ep": 4, "cp": 2, "dp": 3}, "--ep 4 must divide cp . dp = 6; use --dp 2"),
+])  # fmt: skip
 def test_layouts_that_cannot_be_are_refused(sizes, message):
     with pytest.raises(UserError, match=message):
         Layout(**sizes)
 
 
-@pytest.mark.parametrize(
-    ("given", "dp"),
-    [
-        ({}, 1), ({"ep": 2}, 2), ({"ep": 4, "cp": 2}, 2), ({"tp": 2, "pp": 2}, 1),
-        ({"world_size": 8, "tp": 2}, 4), ({"world_size": 8, "tp": 2, "ep": 4}, 4),
-        ({"world_size": 8, "tp": 2, "dp": 4}, 4), ({"dp": 3}, 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "dp"), [
+    ({}, 1), ({"ep": 2}, 2), ({"ep": 4, "cp": 2}, 2), ({"tp": 2, "pp": 2}, 1),
+    ({"world_size": 8, "tp": 2}, 4), ({"world_size": 8, "tp": 2, "ep": 4}, 4),
+    ({"world_size": 8, "tp": 2, "dp": 4}, 4), ({"dp": 3}, 3),
+])  # fmt: skip
 def test_dp_defaults_to_what_fills_the_world(given, dp):
     assert Layout.fill(**given).dp == dp
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"world_size": 8, "tp": 3}, r"tp 3 \* pp 1 \* cp 1 \* dp 2 = 6 ranks, .* has 8"),
-        ({"world_size": 4, "dp": 2}, "= 2 ranks, but the world has 4; .* start 2 ranks"),
-        ({"ep": 2, "dp": 3}, "--ep 2 must divide cp . dp = 3"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"world_size": 8, "tp": 3}, r"tp 3 \* pp 1 \* cp 1 \* dp 2 = 6 ranks, .* has 8"),
+    ({"world_size": 4, "dp": 2}, "= 2 ranks, but the world has 4; .* start 2 ranks"),
+    ({"ep": 2, "dp": 3}, "--ep 2 must divide cp . dp = 3"),
+])  # fmt: skip
 def test_a_world_that_does_not_fit_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         Layout.fill(**given)
@@ -59,17 +50,14 @@ MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MASTER}
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"RANK": "abc"}, "has RANK 'abc', which is not an integer"),
-        ({"RANK": "9" * 5000}, r"has RANK '9+\.\.\., which is not an integer"),
-        ({"MASTER_PORT": "http"}, "has MASTER_PORT 'http', which is not an integer"),
-        ({"RANK": "2"}, "RANK 2 and WORLD_SIZE 2; ranks count from 0 to 1"),
-        ({"WORLD_SIZE": None}, "RANK or WORLD_SIZE, but no WORLD_SIZE; start with torchrun, or"),
-        ({"MASTER_ADDR": "", "MASTER_PORT": None}, "but no MASTER_ADDR and no MASTER_PORT;"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"RANK": "abc"}, "has RANK 'abc', which is not an integer"),
+    ({"RANK": "9" * 5000}, r"has RANK '9+\.\.\., which is not an integer"),
+    ({"MASTER_PORT": "http"}, "has MASTER_PORT 'http', which is not an integer"),
+    ({"RANK": "2"}, "RANK 2 and WORLD_SIZE 2; ranks count from 0 to 1"),
+    ({"WORLD_SIZE": None}, "RANK or WORLD_SIZE, but no WORLD_SIZE; start with torchrun, or"),
+    ({"MASTER_ADDR": "", "MASTER_PORT": None}, "but no MASTER_ADDR and no MASTER_PORT;"),
+])  # fmt: skip
 def test_an_environment_that_cannot_be_is_refused(monkeypatch, variables, message):
     for name, value in {**GOOD, **variables}.items():
         monkeypatch.delenv(name, raising=False)

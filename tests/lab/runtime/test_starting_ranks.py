@@ -51,16 +51,12 @@ def be_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("rank", "fail", "error", "message"),
-    [
-        (0, raise_error, RankError, r"rank {}(?s:.*)in raise_error(?s:.*)the sum is not the total"),
-        (2, raise_user_error, UserError, r"^row 3 is empty; delete it$"),
-        (0, be_killed, RankError, "rank {} died with exit code -9"),
-        (2, die, RankError, "rank {} died with exit code 7(?s:.*)last words"),
-    ],
-    ids=["exception", "user error", "killed", "died"],
-)
+@pytest.mark.parametrize(("rank", "fail", "error", "message"), [
+    (0, raise_error, RankError, r"rank {}(?s:.*)in raise_error(?s:.*)the sum is not the total"),
+    (2, raise_user_error, UserError, r"^row 3 is empty; delete it$"),
+    (0, be_killed, RankError, "rank {} died with exit code -9"),
+    (2, die, RankError, "rank {} died with exit code 7(?s:.*)last words"),
+], ids=["exception", "user error", "killed", "died"])  # fmt: skip
 def test_one_failure_ends_the_set_and_is_told(rank, fail, error, message):
     start = time.monotonic()
     with pytest.raises(error, match=message.format(rank)):

@@ -83,14 +83,11 @@ def differ(row):
     )
 
 
-@pytest.mark.parametrize(
-    ("answer", "status", "reason", "codes"),
-    [
-        (refuse, "refused", "DP2 is not supported yet", (1, 0)),
-        (fail, "failed", "ZeroDivisionError: division by zero", (1, 1)),
-        (differ, "different", "gradient of x: 1e-3", (1, 1)),
-    ],
-)
+@pytest.mark.parametrize(("answer", "status", "reason", "codes"), [
+    (refuse, "refused", "DP2 is not supported yet", (1, 0)),
+    (fail, "failed", "ZeroDivisionError: division by zero", (1, 1)),
+    (differ, "different", "gradient of x: 1e-3", (1, 1)),
+])  # fmt: skip
 def test_what_is_not_aligned_does_not_pass(monkeypatch, capsys, answer, status, reason, codes):
     answers(monkeypatch, answer)
     row = "dense/DP2/flat/none"

@@ -121,10 +121,9 @@ def _interruptible():
 
 
 @pytest.mark.usefixtures("_interruptible")
-@pytest.mark.parametrize(
-    ("ranks", "number", "code"),
-    [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)],
-)
+@pytest.mark.parametrize(("ranks", "number", "code"), [
+    (1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143),
+])  # fmt: skip
 def test_files_of_a_replay_that_is_stopped_have_its_steps(
     ranks, number, code, tmp_path, capsys, monkeypatch
 ):
