@@ -183,27 +183,6 @@ def rollout(uid, tokens, prompt_len, *loss):
     )  # fmt: skip
 
 
-def test_head_then_tail():
-    prompt = list(range(10))
-    group = Group(
-        "g",
-        (
-            rollout("0", [*prompt, 20, 21, 22, 23, 24, 25], 10, (10, 12), (13, 16)),
-            rollout("1", [*prompt, 30, 31], 10, (10, 12)),
-            rollout("2", [*prompt, 40, 41, 42, 43, 44], 10, (14, 15)),
-        ),
-    )
-    shorter, dropped = shorten(group, 8)
-    assert dropped == 1
-    first, second = shorter.rollouts
-    assert first.tokens.tolist() == [6, 7, 8, 9, 20, 21, 22, 23]
-    assert (first.prompt_len, first.loss) == (4, ((4, 6), (7, 8)))
-    assert first.old_logprobs.tolist() == [-1, -2, -3]
-    assert second.tokens.tolist() == [6, 7, 8, 9, 30, 31]
-    assert (second.prompt_len, second.loss) == (4, ((4, 6),))
-    assert second.old_logprobs.tolist() == [-1, -2]
-
-
 @st.composite
 def groups(draw):
     shared = draw(st.lists(st.integers(0, 2), max_size=16))
@@ -217,36 +196,29 @@ def groups(draw):
 
 
 @given(group=groups(), max_tokens=st.integers(2, 40))
-def test_any_group(group, max_tokens):
-    """Trained tokens keep their log-probs, what was shared stays so, rollouts stay valid."""
+def test_a_shared_prompt_loses_its_head_and_rollouts_their_tails(group, max_tokens):
+    """Trained tokens keep their log-probs; who has none left is dropped; what fits stays."""
     shorter, dropped = shorten(group, max_tokens)
+    fits = max(map(len, group.rollouts)) <= max_tokens
+    assert (shorter is group) == fits
+    first = group.rollouts[0]
+    shared = min(common_prefix(first.tokens, other.tokens) for other in group.rollouts)
+    shared = min(shared, *(r.prompt_len for r in group.rollouts), shared)
+    head = 0 if fits else max(0, shared - max_tokens // 2)
+    window = slice(head, head + max_tokens)
     kept = {r.uid: r for r in shorter.rollouts} if shorter else {}
     assert dropped == len(group.rollouts) - len(kept)
-    heads = set()
     for old in group.rollouts:
+        assert old.tokens[:head].tolist() == first.tokens[:head].tolist()
         new = kept.get(old.uid)
         if new is None:
+            assert not old.loss_mask[window].any()
             continue
         check_rollout(new)
-        assert len(new) <= max_tokens
-        head = old.prompt_len - new.prompt_len
-        heads.add(head)
-        assert np.array_equal(new.tokens, old.tokens[head : head + len(new)])
-        assert np.array_equal(new.loss_mask, old.loss_mask[head : head + len(new)])
-        assert new.old_logprobs is not None
+        assert new.prompt_len == min(old.prompt_len - head, len(new))
+        assert np.array_equal(new.tokens, old.tokens[window])
+        assert np.array_equal(new.loss_mask, old.loss_mask[window])
         assert np.array_equal(new.old_logprobs, old.old_logprobs[: new.num_trained])
-        assert all(
-            old.tokens[:head].tolist() == other.tokens[:head].tolist() for other in group.rollouts
-        )
-        assert all(head <= other.prompt_len for other in group.rollouts)
-    assert len(heads) <= 1
-    longest = max(len(r) for r in group.rollouts)
-    assert (shorter is group) == (longest <= max_tokens)
-    if heads and longest > max_tokens:
-        first = group.rollouts[0]
-        shared = min(common_prefix(first.tokens, other.tokens) for other in group.rollouts)
-        shared = min(shared, *(r.prompt_len for r in group.rollouts), shared)
-        assert heads == {max(0, shared - max_tokens // 2)}
 
 
 # What is not valid is refused by file, row and field ----------------------------------------------

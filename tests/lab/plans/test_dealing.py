@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -183,10 +184,6 @@ def flat(name, prompt, responses):
     return Group(name, tuple(rows))
 
 
-def members(groups):
-    return [(group.name, one.uid) for group in groups for one in group.rollouts]
-
-
 def partitions(num, parts):
     """All ways to cut 0..num-1 into at most `parts` runs."""
     found = []
@@ -200,17 +197,17 @@ def partitions(num, parts):
 @given(steps(), st.integers(1, 5), st.sampled_from(METHODS), st.sampled_from(["group", "batch"]))
 def test_every_rollout_is_on_exactly_one_rank(groups, num_ranks, method, share):
     options = TreeOptions(share=share)
-    num = len(members(groups))
+    num = len(names(groups))
     if method == "equal" and num % num_ranks:
         with pytest.raises(UserError, match=f"{num} rollouts on {num_ranks} data-parallel ranks"):
             place(groups, num_ranks, COST, options, method)
         return
     placed = place(groups, num_ranks, COST, options, method)
     assert len(placed.ranks) == len(placed.costs) == num_ranks
-    found = Counter(one for rank in placed.ranks for one in members(rank))
-    assert found == Counter(members(groups))
+    found = Counter(one for rank in placed.ranks for one in names(rank))
+    assert found == Counter(names(groups))
     for rank in placed.ranks:  # as they were given: a rank's own order means nothing
-        assert members(rank) == [one for one in members(groups) if one in set(members(rank))]
+        assert names(rank) == [one for one in names(groups) if one in set(names(rank))]
         assert all(group.rollouts for group in rank)
     if method in ("whole", "greedy", "tokens"):
         assert placed.num_cut == 0
@@ -218,7 +215,7 @@ def test_every_rollout_is_on_exactly_one_rank(groups, num_ranks, method, share):
         units = len(groups) if method == "whole" else num
         assert sum(map(bool, placed.ranks)) == min(units, num_ranks), "a rank is idle for nothing"
     if method == "equal":
-        assert {len(members(rank)) for rank in placed.ranks} == {num // num_ranks}
+        assert {len(names(rank)) for rank in placed.ranks} == {num // num_ranks}
 
 
 def test_equal_numbers_of_whole_groups_balanced_by_what_runs():
@@ -239,7 +236,7 @@ def test_a_load_is_the_cost_of_the_trees(groups, num_ranks):
     assert found == pytest.approx(placed.costs)
     # And of leaves that are no neighbours, over groups that share.
     options = TreeOptions(min_gain=0, share="batch")
-    rows = [replaced(one, "all", str(i)) for i, one in enumerate(rollouts(groups))]
+    rows = [replace(one, group="all", uid=str(i)) for i, one in enumerate(rollouts(groups))]
     if rows:
         one = [Group("all", tuple(rows))]
         leaves = placement.Leaves(one, TRIE, options)
@@ -251,10 +248,6 @@ def test_a_load_is_the_cost_of_the_trees(groups, num_ranks):
 
 def rollouts(groups):
     return [one for group in groups for one in group.rollouts]
-
-
-def replaced(one, group, uid):
-    return Rollout(group, uid, one.tokens, one.prompt_len, one.loss, one.reward)
 
 
 @given(steps(), st.integers(1, 4), st.sampled_from(["whole", "cut"]))
