@@ -32,12 +32,15 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=500, 
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 LONGEST = (
-    "test_cases", "test_cases_on_ranks", "test_cases_of_trainers", "test_oracle", "test_mtp_newer",
-    "test_packaging", "test_graphs", "test_cases_across_ranks", "test_two_nodes", "test_verl",
-    "test_vision", "test_out_of_memory", "test_train", "test_byte_meter", "test_overlap",
-    "test_quantised", "test_pretrain", "test_fp8", "test_cases_with_graphs", "test_deal",
-    "test_joint_lengths", "test_failures", "test_replay", "test_resume", "test_hybrid_memory",
-    "test_benchmarks", "test_segments", "test_across_step", "test_fusion", "test_site",
+    "test_cases", "test_cases_on_ranks", "test_oracle", "test_verl", "test_cases_of_trainers",
+    "test_mtp_newer", "test_packaging", "test_train", "test_cases_across_ranks", "test_vision",
+    "test_quantised", "test_two_nodes", "test_overlap", "test_byte_meter", "test_graphs",
+    "test_pretrain", "test_joint_lengths", "test_cases_with_graphs", "test_replay",
+    "test_out_of_memory", "test_fp8", "test_deal", "test_tree", "test_across_step", "test_failures",
+    "test_graphs_auto", "test_resume", "test_placed", "test_segments", "test_shipped",
+    "test_features", "test_site", "test_mtp", "test_routes_of_calls", "test_bench_memory",
+    "test_rooms", "test_bench_steps", "test_hybrid_memory", "test_sparse", "test_graphs_memory",
+    "test_dead_rank", "test_benchmarks",
 )  # fmt: skip
 """Files of tests that take most time, longest first (pytest --durations=0)."""
 
@@ -82,6 +85,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_configure(config: pytest.Config) -> None:
     """Several workers are forked, as what they import is the same; GPUs are then out of sight."""
     keep_to_one_core()
+    # Steps leave tens of thousands of objects and hardly any garbage, here and in forked ranks.
+    gc.set_threshold(10_000, 20, 20)
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     num = len(config.getoption("tx", None) or ())
     if num < 2 or sys.platform != "linux" or "PYTEST_XDIST_WORKER" in os.environ:

@@ -37,7 +37,6 @@ OTHERS = [
 ROWS = [*OTHERS[::9], *LATER, row("mtp 3 mla", "chunks of 2", **FURTHER)]
 ON_RANKS = {
     "dp2": [
-        row("mtp", "across_ranks", "crossed", **CROSSED),
         row("mtp detached", "across_ranks", "crossed", labels="absent", **CROSSED),
         row("mtp detached", "across_ranks", "crossed", loss_mask="weighed", **CROSSED),
         row("mtp 2 repeated experts", "across_ranks", "crossed", **CROSSED),
