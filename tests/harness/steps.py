@@ -5,6 +5,7 @@ attention, the loss scaled as Megatron's contract says (`forward_step_calc_loss`
 megatron/core/pipeline_parallel/schedules.py), and `.backward()`.
 """
 
+import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,14 @@ def answers(draw, starts, num, begin, group=0, uid=0):
         pairs = Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= begin)
         found.append(microbatch([pairs], group, uid + len(found)))
     return found
+
+
+def dealt(rollouts, size, seed=None):
+    """Microbatches of `size` rollouts each, in their order or in one that is drawn."""
+    if seed is not None:
+        rollouts = random.Random(seed).sample(rollouts, len(rollouts))
+    starts = range(0, len(rollouts), size)
+    return [microbatch(rollouts[start : start + size], 0, start) for start in starts]
 
 
 def call(schedule, step, model, items, **options):

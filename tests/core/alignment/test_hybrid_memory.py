@@ -6,16 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
-from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from tests.harness import failures, hybrid, saving_kernels, steps
 from tests.harness.arenas import Storages, offloaders, watch_arenas
 from tests.harness.failures import Countdown, Fault, raised
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
-from tests.harness.predicted import predicted_bytes
+from tests.harness.predicted import counted_step
 from tests.harness.steps import Contract
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
@@ -26,13 +24,10 @@ FAMILIES = pytest.mark.parametrize("name", [GDN, MAMBA])
 
 def step(model, items=None, **fields):
     """The most bytes that autograd holds in a step, and the step's report."""
-    inner = unwrap(model)
-    count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
     ours = schedule_with(**fields)
-    with count.counting(), predicted_bytes():
-        steps.run(ours, Contract().step, model, items or hybrid.items())
-    assert ours.report is not None and ours.report.memory is not None and count.now == 0
-    return count.peak, ours.report
+    saved, _ = counted_step(ours, model, items or hybrid.items())
+    assert ours.report is not None and ours.report.memory is not None
+    return saved - ours.report.cache_bytes, ours.report
 
 
 SAVED = [(name, recompute, memory) for name in SPECS for recompute in ("none", "full")

@@ -19,8 +19,9 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction, step_planner
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.run.execute.test_memory_limit_ranks import GLOBAL, step
+from tests.core.run.execute.test_memory_limit_ranks import GLOBAL
 from tests.harness import steps
+from tests.harness.predicted import counted_step
 from tests.harness.ranks import run_ranks
 from tests.harness.trees import flat_rollouts
 
@@ -60,8 +61,7 @@ class Cut(NamedTuple):
 def batches(second, shapes):
     """Four groups of four, two rollouts a microbatch."""
     rollouts, _ = flat_rollouts(*shapes[second], 4, 4)
-    starts = range(0, len(rollouts), 2)
-    return [steps.microbatch(rollouts[start : start + 2], 0, start) for start in starts]
+    return steps.dealt(rollouts, 2)
 
 
 def counted_collectives():
@@ -85,14 +85,14 @@ def cut(layout, shapes, overrides=None, num_steps=4, **fields):
     spec = resolve("tiny-moe", num_layers=2).with_vocab(128)
     chunks = build_model(spec, layout=layout, dtype="float64", config_overrides=overrides)
     items = batches(bool(dist.get_rank() % layout.dp), shapes)
-    _, wanted = step(get_forward_backward_func(), chunks, items)
+    _, wanted = counted_step(get_forward_backward_func(), chunks, items)
     allowed = tolerance(torch.float64, sum(i["tokens"].numel() for i in items), 256, 2)
     options = {"min_gain": 0, "segment_tokens": 256, **fields}
     schedule = PrefixSchedule(PrefixConfig(kernel="math", **options))
     made, found = counted_collectives(), []
     for _ in range(num_steps):
         made[0] = 0
-        saved, gradients = step(schedule, chunks, items)
+        saved, gradients = counted_step(schedule, chunks, items)
         error = float((gradients - wanted).abs().max() / wanted.abs().max()) / allowed
         report = schedule.report
         several = [s.padded_length for s in report.forest.segments if len(s.spans) > 1]

@@ -7,9 +7,6 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.host.segment import addresses
-from megatron_prefix.lab.bench.counted import SavedBytes
-from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.predict import model as predicted
@@ -21,7 +18,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from tests.harness import saving_kernels, steps
 from tests.harness.one_rank import small_model
-from tests.harness.predicted import predicted_bytes
+from tests.harness.predicted import counted_step
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
@@ -73,19 +70,16 @@ def counted(model, shape, memory, host_layers=0):
     rollouts, groups = flat_rollouts(prompt, response, num, num_groups)
     pairs = enumerate(zip(rollouts, groups, strict=True))
     items = [steps.microbatch([rollout], group, uid) for uid, (rollout, group) in pairs]
-    inner = unwrap(model)
-    count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
     config = PrefixConfig(segment_tokens=wave, chunk_tokens=chunk, min_gain=0, memory=memory)
     config = replace(config, cache_host_layers=host_layers)
     schedule = PrefixSchedule(config)
-    with count.counting(), predicted_bytes():
-        steps.run(schedule, Contract().step, model, items)
+    saved, _ = counted_step(schedule, model, items)
     report = schedule.report
-    assert report is not None and report.memory is not None and count.now == 0
+    assert report is not None and report.memory is not None
     packed = max(len({*numbers}) for numbers in trees(report.plan.segments))
     assert (packed > 1) == (num_groups > 1)
     assert host_layers or report.memory.cache_peak == report.cache_bytes
-    return count.peak, report.cache_bytes, report.memory
+    return saved - report.cache_bytes, report.cache_bytes, report.memory
 
 
 @pytest.mark.parametrize(("name", "recompute", "fields", "shapes"), MODELS)
@@ -146,13 +140,9 @@ def test_bytes_of_a_segment_that_is_read_in_part(contract):
         tokens = np.random.default_rng(0).integers(0, 60, 513)
         trained = np.arange(512) >= int(512 * (1 - share))
         items = [steps.microbatch([Pairs(tokens[:-1], tokens[1:], trained)], 0, 0)]
-        inner = unwrap(model)
-        count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
         schedule = PrefixSchedule(PrefixConfig(segment_tokens=1024, min_gain=0))
-        with count.counting(), predicted_bytes():
-            steps.run(schedule, contract.step, model, items)
-        report = schedule.report
-        ratios.append(report.memory.saved / (count.peak + report.cache_bytes))
+        saved, _ = counted_step(schedule, model, items, contract)
+        ratios.append(schedule.report.memory.saved / saved)
     # Never worse than of a whole segment.  Of logits all positions count: the trainer's answer has
     # them.
     assert 0.9 <= ratios[0] <= 1.1

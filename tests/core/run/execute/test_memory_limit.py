@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.host.segment import addresses
-from megatron_prefix.lab.bench.counted import SavedBytes
-from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.model import footprint_of
 from megatron_prefix.lab.predict.peak_memory import predict_memory
@@ -20,8 +17,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest, Segment, Span
 from tests.harness import steps
 from tests.harness.one_rank import small_model
-from tests.harness.predicted import predicted_bytes
-from tests.harness.steps import Contract
+from tests.harness.predicted import counted_step
 from tests.harness.trees import flat_rollouts
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
@@ -39,33 +35,17 @@ def model(monkeypatch):
 def batches(order, prompt=160, response=32, size=2):
     """Five groups of six, two rollouts a microbatch: 384 positions are alive in stock's."""
     rollouts, _ = flat_rollouts(prompt, response, 6, 5)
-    places = list(range(len(rollouts)))
-    if order == "shuffled":
-        random.Random(0).shuffle(places)
-    return [
-        steps.microbatch([rollouts[place] for place in places[start : start + size]], 0, start)
-        for start in range(0, len(places), size)
-    ]
-
-
-def saved(schedule, model, items):
-    """The most bytes that autograd and the sidecar hold in a step, and its gradients."""
-    inner = unwrap(model)
-    count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
-    with count.counting(), predicted_bytes():
-        steps.run(schedule, Contract().step, model, items)
-    cache = schedule.report.cache_bytes if isinstance(schedule, PrefixSchedule) else 0
-    return count.peak + cache, [p.main_grad.clone() for p in model.parameters()]
+    return steps.dealt(rollouts, size, 0 if order == "shuffled" else None)
 
 
 @pytest.mark.parametrize("order", ["in groups", "shuffled"])
 def test_counted_bytes_keep_the_limit(order, model):
     items = batches(order)
-    stock, _ = saved(stock_schedule(), model, items)
+    stock, _ = counted_step(stock_schedule(), model, items)
     peaks, gradients = {}, {}
     for memory in ("retain", "auto"):
         schedule = PrefixSchedule(PrefixConfig(segment_tokens=96, min_gain=0, memory=memory))
-        peaks[memory], gradients[memory] = saved(schedule, model, items)
+        peaks[memory], gradients[memory] = counted_step(schedule, model, items)
     # The stock schedule's attention on the CPU saves more, its scores.
     weights = sum(2 * p.numel() * p.element_size() for p in model.parameters())
     limit = schedule.memory.limit
@@ -74,8 +54,7 @@ def test_counted_bytes_keep_the_limit(order, model):
     # In groups one prompt lives at a time, else all five.
     assert (peaks["retain"] > 1.1 * limit) == (order == "shuffled")
     assert ("recompute" in schedule.report.plan.policies) == (order == "shuffled")
-    for ours, wanted in zip(gradients["auto"], gradients["retain"], strict=True):
-        assert torch.equal(ours, wanted)
+    assert torch.equal(gradients["auto"], gradients["retain"])
 
 
 @pytest.mark.parametrize(
@@ -91,13 +70,13 @@ def test_a_step_that_cannot_keep_it_is_stocks(memory, budget, why, model, caplog
     options = dict(segment_tokens=192, min_gain=0, memory=memory, min_speedup=0.01)
     options["memory_budget_gb"] = budget
     schedule = PrefixSchedule(PrefixConfig(mode="auto", **options))
-    saved(schedule, model, items)
+    counted_step(schedule, model, items)
     decision = schedule.report.decision
     assert decision.fallback and why in decision.reason and decision.reason in caplog.text
     caplog.clear()
     schedule = PrefixSchedule(PrefixConfig(mode="on", **options))
     for _ in range(2):
-        saved(schedule, model, items)
+        counted_step(schedule, model, items)
         assert schedule.report.decision.share and not schedule.report.decision.fallback
     assert caplog.text.count("mode on shares this step anyway: sharing would take") == (budget > 0)
 

@@ -1,6 +1,5 @@
 """The limit of memory in pipelines, virtual stages and with shared experts, on counted bytes."""
 
-import random
 from typing import NamedTuple
 
 import pytest
@@ -11,19 +10,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.tolerance import tolerance
 from megatron_prefix.errors import StepFailed
-from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.bench.counted import SavedBytes
-from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
-from tests.harness.predicted import predicted_bytes
+from tests.harness.predicted import counted_step
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
 LAYOUTS = {"pp2 vpp2": Layout(pp=2, vpp=2), "ep2": Layout(dp=2, ep=2)}
@@ -57,25 +53,7 @@ def batches(number, order):
     shorter prompts and, where losses wait for one another, longer responses."""
     response = 112 if number and order == "in turn" else 32
     rollouts, _ = flat_rollouts(160 >> number, response, 4, 3)
-    places = list(range(len(rollouts)))
-    if order == "shuffled":
-        random.Random(number).shuffle(places)
-    return [
-        steps.microbatch([rollouts[place] for place in places[start : start + 2]], 0, start)
-        for start in range(0, len(places), 2)
-    ]
-
-
-def step(schedule, chunks, items):
-    """The most bytes that autograd and the sidecar hold in a step, and its gradients."""
-    count = SavedBytes(
-        addresses(*(t for c in chunks for t in (*unwrap(c).parameters(), *unwrap(c).buffers())))
-    )
-    with count.counting(), predicted_bytes():
-        steps.run(schedule, Contract().step, chunks, items)
-    cache = schedule.report.cache_bytes if isinstance(schedule, PrefixSchedule) else 0
-    gradients = [p.main_grad.flatten() for chunk in chunks for p in chunk.parameters()]
-    return count.peak + cache, torch.cat(gradients)
+    return steps.dealt(rollouts, 2, number if order == "shuffled" else None)
 
 
 def counted(layout, order, configs):
@@ -88,13 +66,13 @@ def counted(layout, order, configs):
     overrides = GLOBAL if order == "in turn" else {}
     chunks = build_model(spec, layout=layout, dtype="float64", config_overrides=overrides)
     items = batches(dist.get_rank() % layout.dp, order)  # data-parallel ranks are neighbours
-    stock, wanted = step(get_forward_backward_func(), chunks, items)
+    stock, wanted = counted_step(get_forward_backward_func(), chunks, items)
     num_tokens = sum(item["tokens"].numel() for item in items)
     allowed = tolerance(torch.float64, num_tokens, 256, spec.num_layers)
     found = []
     for config in configs:
         schedule = PrefixSchedule(config)
-        saved, gradients = step(schedule, chunks, items)
+        saved, gradients = counted_step(schedule, chunks, items)
         report = schedule.report
         error = float((gradients - wanted).abs().max() / wanted.abs().max()) / allowed
         plan = f"{report.plan.programs} {report.plan.policies}"
@@ -152,7 +130,7 @@ def one_fails():
     if dist.get_rank():
         StepPlanner.build = spoiled  # the rank's own process
     try:
-        step(PrefixSchedule(PrefixConfig(kernel="math")), chunks, batches(0, "in groups"))
+        counted_step(PrefixSchedule(PrefixConfig(kernel="math")), chunks, batches(0, "in groups"))
     except (KeyError, StepFailed) as error:
         return f"{type(error).__name__}: {error}"
     return ""
