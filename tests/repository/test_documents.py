@@ -215,15 +215,6 @@ def test_commands_in_documents_are_taken(path):
     assert list(filter(None, map(missing_program, lines))) == []
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_commands_in_a_verbs_help_are_taken(verb):
-    verbs = next(a for a in make_parser(verb)._actions if isinstance(a.choices, dict))
-    text = verbs.choices[verb].epilog.replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if verb_arguments(line)]
-    assert lines
-    assert list(filter(None, map(unknown_command, lines))) == []
-
-
 def test_files_that_are_named_exist():
     found = {relative(path): missing_files(path) for path in OWN}
     assert {path: names for path, names in found.items() if names} == {}

@@ -99,6 +99,7 @@ def test_bad_rollouts_are_exit_code_2(tmp_path):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--compare", "--prefix-schedule", "off"], "compare with .* mode off"),
+    (["--compare", "--prefix-schedule", "observe"], "compare with .* mode observe"),
     (["--plan-svg", "p.svg", "--prefix-schedule", "off"], "--plan-svg"),
     (["--dtype", "float64", "--clip-grad", "1"], "float64 with clip_grad 1.0"),
     (["--clip-low", "0"], "clip_low is 0.0"), (["--lr", "nan"], "--lr: .nan. is not a number"),

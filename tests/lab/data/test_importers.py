@@ -68,26 +68,6 @@ def test_tokens_without_a_mask_train_the_response(source):
     assert names([group]) == {"0": ["0", "1", "2"]}
 
 
-@pytest.mark.parametrize(("row", "said"), [
-    ({}, "tokens: missing"),
-    ({"input_ids": [1, 2, 3]}, "loss_mask: missing (nothing says what is trained)"),
-    ({"input_ids": [1, -2, 3], "prompt_len": 1}, "input_ids: token 1 is negative (-2)"),
-    ({"input_ids": [1, 2, 3], "prompt_len": 0}, "prompt_len: outside 1..3"),
-    ({"input_ids": [1, 2, 3], "response_length": 4}, "response_length: outside 0..2"),
-    ({"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}, "prompt_len: outside 1..3"),
-    ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask: neither as long as"),
-    ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "prompt_len": 2},
-     "loss: span [1, 3] begins in"),
-    ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels: differ from the tokens"),
-    ({"input_ids": [1, 9, 3], "prompt_len": 1}, "tokens: token 1 is not in the vocabulary"),
-    ({"input_ids": [1, 2, 3], "prompt_len": 1, "old_logprobs": [-1.0]},
-     "old_logprobs: 1 entries for 2 trained tokens; give one for each"),
-])  # fmt: skip
-def test_tokens_refuse(source, row, said):
-    write(source, {"input_ids": [1, 2], "prompt_len": 1, "reward": 1}, row | {"reward": 1})
-    assert refused(source, "tokens", vocab_size=9).startswith(f"2: {said}")
-
-
 # Masks of every spelling, pads, lengths -----------------------------------------------------------
 
 
@@ -109,16 +89,6 @@ def imported(path, row):
 def test_masks_have_three_spellings(source, field, on, off):
     row = {"input_ids": [1, 2, 3, 4, 5], field: [off, off, on, off, on], "reward": 1}
     assert imported(source, row).loss == ((2, 3), (4, 5))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("loss_mask", 1e-9), ("response_mask", "1"), ("attention_mask", 2)]
-)
-def test_a_mask_of_other_values_is_named(source, field, value):
-    row = {"input_ids": [1, 2, 3], "prompt_len": 1, field: [1, value, 1], "reward": 1}
-    write(source, {"input_ids": [1, 2], "prompt_len": 1, "reward": 1}, row)
-    message = refused(source, "tokens")
-    assert message.startswith(f"2: {field}: holds values other than 0 and 1 (entry 1 is ")
 
 
 @pytest.mark.parametrize("more", [
@@ -143,7 +113,10 @@ def test_pads_of_a_prompt_that_is_a_list_of_its_own(source):
     assert rollout.loss == ((2, 4),)
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+MASKED = PADDED | {"loss_mask": LOSS_MASK}
+WHOLE = {"input_ids": [1, 2, 3], "prompt_len": 1}
+OTHERS = "holds values other than 0 and 1 (entry 1 is "
+UNCLEAR = [
     ({"attention_mask": [0, 0, 1, 1, 0, 1, 1, 0]}, "attention_mask: is 0 inside the rollout"),
     ({"attention_mask": [0] * 8}, "attention_mask: is 0 for all 8 tokens of the row"),
     ({"attention_mask": [1] * 7}, "attention_mask: not one entry for each of 8 tokens (7)"),
@@ -151,7 +124,29 @@ def test_pads_of_a_prompt_that_is_a_list_of_its_own(source):
     ({"loss_mask": None, "response_length": 3},
      "response_length: it is not clear whether 3 counts the padding on the right"),
     ({"prompt_len": 4}, "prompt_len: it is not clear whether 4 counts the padding on the left"),
+]  # fmt: skip
+"""Masks of pads that cannot be followed."""
+
+
+@pytest.mark.parametrize(("row", "said"), [
+    ({}, "tokens: missing"),
+    ({"input_ids": [1, 2, 3]}, "loss_mask: missing (nothing says what is trained)"),
+    ({"input_ids": [1, -2, 3], "prompt_len": 1}, "input_ids: token 1 is negative (-2)"),
+    ({"input_ids": [1, 2, 3], "prompt_len": 0}, "prompt_len: outside 1..3"),
+    ({"input_ids": [1, 2, 3], "response_length": 4}, "response_length: outside 0..2"),
+    ({"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}, "prompt_len: outside 1..3"),
+    ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask: neither as long as"),
+    ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "prompt_len": 2},
+     "loss: span [1, 3] begins in"),
+    ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels: differ from the tokens"),
+    ({"input_ids": [1, 10, 3], "prompt_len": 1}, "tokens: token 1 is not in the vocabulary"),
+    (WHOLE | {"old_logprobs": [-1.0]},
+     "old_logprobs: 1 entries for 2 trained tokens; give one for each"),
+    (WHOLE | {"loss_mask": [1, 1e-9, 1]}, f"loss_mask: {OTHERS}"),
+    (WHOLE | {"response_mask": [1, "1", 1]}, f"response_mask: {OTHERS}"),
+    (WHOLE | {"attention_mask": [1, 2, 1]}, f"attention_mask: {OTHERS}"),
+    *((MASKED | changes, said) for changes, said in UNCLEAR),
 ])  # fmt: skip
-def test_masks_of_pads_that_cannot_be_followed(source, changes, said):
-    write(source, PADDED | {"loss_mask": LOSS_MASK} | changes)
-    assert refused(source, "tokens").startswith(f"1: {said}")
+def test_tokens_refuse(source, row, said):
+    write(source, {"input_ids": [1, 2], "prompt_len": 1, "reward": 1}, row | {"reward": 1})
+    assert refused(source, "tokens", vocab_size=10).startswith(f"2: {said}")

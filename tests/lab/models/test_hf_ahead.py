@@ -171,20 +171,17 @@ def test_every_depth_has_its_own_weights(tmp_path):
     assert found == [wanted.tolist(), (wanted + 1).tolist()]
 
 
-def test_a_family_with_one_layer_has_no_second(tmp_path):
-    checkpoint(tmp_path, "qwen3.5-moe")
-    with pytest.raises(UserError, match="this model family has one MTP layer"):
-        HFWeights(tmp_path, resolve(str(tmp_path), mtp_num_layers=2))
+REFUSED = [
+    ("qwen3.5-moe", {"mtp_num_layers": 2}, "this model family has one MTP layer"),
+    ("llama", {"mtp_num_layers": 1}, "MTP weights of this model family cannot be read"),
+    ("deepseek", {"num_layers": 1, "mtp_num_layers": 1}, "a different last layer"),
+]
 
 
-def test_a_family_without_such_layers_is_refused(tmp_path):
-    hf_checkpoints.make(tmp_path, "llama")
-    with pytest.raises(UserError, match="MTP weights of this model family cannot be read"):
-        HFWeights(tmp_path, resolve(str(tmp_path), mtp_num_layers=1))
-
-
-def test_the_last_layer_must_be_of_the_kind(tmp_path):
-    checkpoint(tmp_path, "deepseek")
-    HFWeights(tmp_path, resolve(str(tmp_path), num_layers=2, mtp_num_layers=1))
-    with pytest.raises(UserError, match="a different last layer"):
-        HFWeights(tmp_path, resolve(str(tmp_path), num_layers=1, mtp_num_layers=1))
+@pytest.mark.parametrize(("family", "fields", "message"), REFUSED)
+def test_layers_that_a_checkpoint_cannot_have_are_refused(tmp_path, family, fields, message):
+    (checkpoint if family in NAMES else hf_checkpoints.make)(tmp_path, family)
+    if family == "deepseek":  # its second layer is of the kind
+        HFWeights(tmp_path, resolve(str(tmp_path), num_layers=2, mtp_num_layers=1))
+    with pytest.raises(UserError, match=message):
+        HFWeights(tmp_path, resolve(str(tmp_path), **fields))

@@ -1,5 +1,6 @@
 """Choosing where to run, the CPU platform, and the trial of transformer-engine's packs."""
 
+import math
 import os
 import subprocess
 import sys
@@ -102,37 +103,35 @@ def library(break_it):
     return SimpleNamespace(DotProductAttention=DotProductAttention)
 
 
-def tried(monkeypatch, break_it):
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", library(break_it))
+def tried(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package)
     stock_packs.refusal.cache_clear()
     return stock_packs.refusal(4, 2, 8, "cpu")
 
 
-def test_what_is_right_is_not_refused(monkeypatch):
-    assert tried(monkeypatch, lambda key: key) is None
+def sent(factor):
+    """Keys whose gradient is wrong by that factor, and the output is right."""
+
+    def scaled(key):
+        out = key.clone()
+        out.register_hook(lambda gradient: gradient * factor)
+        return out
+
+    return scaled
 
 
-def test_a_wrong_gradient_is_named_although_the_output_is_right(monkeypatch):
-    def sent(factor):
-        def scaled(key):
-            out = key.clone()
-            out.register_hook(lambda gradient: gradient * factor)
-            return out
-
-        return scaled
-
-    assert "wrong gradient of keys (relative error 2.4e-01)" in str(tried(monkeypatch, sent(0.76)))
-    assert "NaN or infinite" in str(tried(monkeypatch, sent(float("nan"))))
+def fail(_):
+    raise RuntimeError("no backend\nand more")
 
 
-def test_what_fails_says_so(monkeypatch):
-    def fail(_):
-        raise RuntimeError("no backend\nand more")
-
-    assert tried(monkeypatch, fail) == "RuntimeError: no backend"
+@pytest.mark.parametrize(("break_it", "message"), [
+    (lambda key: key, "None"), (fail, "RuntimeError: no backend"),
+    (sent(0.76), "wrong gradient of keys (relative error 2.4e-01)"),
+    (sent(math.nan), "NaN or infinite"),
+], ids=["right", "fails", "wrong gradient", "no number"])  # fmt: skip
+def test_what_is_wrong_with_packs_is_named(monkeypatch, break_it, message):
+    assert message in str(tried(monkeypatch, library(break_it)))
 
 
 def test_without_the_library_nothing_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    stock_packs.refusal.cache_clear()
-    assert stock_packs.refusal(4, 2, 8, "cpu") is None
+    assert tried(monkeypatch, None) is None

@@ -4,6 +4,7 @@ All runs of a kind share a process: starting one takes longer than ten of them.
 """
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -160,20 +161,16 @@ def test_damaged_files_are_named_in_one_line(good, tmp_path):
     names = ["train.json", "metadata.json", "common.pt", ".metadata", "__0_0.distcp"]
     files = [f"{STEP}/{name}" for name in names] + ["checkpoints/latest", "metrics.jsonl"]
     damage = {
-        "junk": lambda old: b"\xff\x00junk\n" * 40,
-        "cut": lambda old: old[: len(old) * 2 // 3],
+        "junk": lambda path: path.write_bytes(b"\xff\x00junk\n" * 40),
+        "cut": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
+        "missing": lambda path: path.unlink(),
+        "folder": lambda path: (path.unlink(), path.mkdir()),
+        "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
     }
     changes = {
-        f"{name}: {kind}": content(name, make) for name in files for kind, make in damage.items()
-    }
-    changes |= {f"{name}: missing": lambda run, n=name: (run / n).unlink() for name in files}
-    changes |= {
-        f"{n}: folder": lambda run, n=n: ((run / n).unlink(), (run / n).mkdir()) for n in files
-    }
-    changes |= {
-        f"{n}: pipe": lambda run, n=n: ((run / n).unlink(), os.mkfifo(run / n))
-        for n in files
-        if n != "metrics.jsonl"  # whoever reads the pipe gets the metrics
+        f"{name}: {kind}": lambda run, name=name, change=change: change(run / name)
+        for name, (kind, change) in itertools.product(files, damage.items())
+        if (name, kind) != ("metrics.jsonl", "pipe")  # whoever reads the pipe gets the metrics
     }
     shard = f"{STEP}/__0_0.distcp"
     changes[f"{shard}: one bit"] = content(

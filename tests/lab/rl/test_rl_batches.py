@@ -18,6 +18,7 @@ from megatron_prefix.lab.rl import packing
 from megatron_prefix.lab.rl.baseline import Baseline, num_packs, pack_sizes
 from megatron_prefix.lab.rl.batches import STD_EPS, advantages, microbatch, on_cp_rank
 from megatron_prefix.lab.rl.dataset import RolloutSet, minibatches
+from megatron_prefix.lab.rl.loss import GrpoConfig
 from megatron_prefix.lab.rl.settings import TrainSettings
 from megatron_prefix.lab.rl.trainer import check_layout
 from megatron_prefix.lab.runtime import Layout
@@ -98,25 +99,20 @@ def test_learning_rate_rises_and_stays():
     {"groups_per_step": 0}, {"ppo_epochs": 0}, {"num_minibatches": 0}, {"warmup_steps": -1},
     {"max_skipped": -1}, {"lr": -1e-6}, {"lr": math.nan}, {"clip_grad": math.inf},
     {"weight_decay": -0.1}, {"loss_mean": "sample"},
+    {"clip_low": 0.0}, {"clip_low": 1.5}, {"clip_high": -1.0}, {"clip_high": math.inf},
+    {"kl_coeff": -0.1}, {"kl_coeff": math.nan},
 ], ids=str)  # fmt: skip
 def test_bad_settings_are_refused(fields):
-    with pytest.raises(UserError, match=f"^{next(iter(fields))} is "):
-        TrainSettings(**{"groups_per_step": 1, **fields})
-
-
-@pytest.mark.parametrize("mode", ["off", "observe"])
-def test_comparing_stock_with_itself_is_refused(mode):
-    with pytest.raises(UserError, match=f"mode {mode}"):
-        TrainSettings(groups_per_step=1, compare=True, prefix=PrefixConfig(mode=mode))
+    (name,) = fields
+    kind, usual = TrainSettings, {"groups_per_step": 1}
+    if name in GrpoConfig.__dataclass_fields__:
+        kind, usual = GrpoConfig, {}
+    with pytest.raises(UserError, match=f"^{name} is "):
+        kind(**usual | fields)
 
 
 def test_layouts_that_would_compute_another_loss_are_refused():
-    def group(name, num):
-        tokens = np.arange(6, dtype=np.int32)
-        one = Rollout(name, "0", tokens, 3, ((3, 6),), 1.0)
-        return Group(name, tuple(replace(one, uid=str(uid)) for uid in range(num)))
-
-    rollouts = RolloutSet((group("a", 2), group("b", 3)))
+    rollouts = RolloutSet((a_group(*2 * [1.0]), a_group(*3 * [1.0])))
     mean = TrainSettings(groups_per_step=1, loss_mean="rollout")
     with pytest.raises(UserError, match=r"--cp 2 with --loss-mean rollout: .* use --loss-mean"):
         check_layout(mean, rollouts, Layout(cp=2))
@@ -125,20 +121,17 @@ def test_layouts_that_would_compute_another_loss_are_refused():
         check_layout(auto, rollouts, Layout(dp=2, ep=2))
 
 
-def some_groups(count, size=2):
+def some_groups(count):
+    """Of two rollouts each, whose tokens differ."""
     draw = np.random.default_rng(0)
+    made = [(f"g{number}", a_group(0.0, 1.0).rollouts) for number in range(count)]
     return [
-        Group(
-            f"g{g}",
-            tuple(
-                Rollout(
-                    f"g{g}", str(i), draw.integers(0, 9, 8).astype(np.int32), 3, ((3, 8),), float(i)
-                )
-                for i in range(size)
-            ),
-        )
-        for g in range(count)
-    ]
+        Group(name, tuple(
+            replace(one, group=name, tokens=draw.integers(0, 9, 8, dtype=np.int32))
+            for one in rollouts
+        ))
+        for name, rollouts in made
+    ]  # fmt: skip
 
 
 def names(groups):
