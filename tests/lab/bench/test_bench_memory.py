@@ -11,7 +11,7 @@ from megatron_prefix.lab.bench import longest, memory
 from megatron_prefix.lab.bench.memory import Way
 from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.models.build import unwrap
-from tests.harness.command_line import failure, forked
+from tests.harness.command_line import forked
 from tests.harness.one_rank import one_rank, small_model
 
 CONFIG = PrefixConfig(kernel="math")
@@ -76,14 +76,3 @@ def test_the_verb(tmp_path):
     assert all(row["peak_gib"] > 0 and not row["problem"] for row in result["rows"])
     assert [one["way"] for one in result["frontier"]] == ["stock", "recompute", "offload"]
     assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--ways", "nothing"], "give one of stock, retain"),
-    (["--cp", "2"], "bench memory runs on one rank"),
-    (["--chunk-tokens", "auto"], "--chunk-tokens auto: give a number"),
-    (["--rollouts", "x.jsonl"], "bench memory runs synthetic shapes"),
-    (["--capacity-gb", "-1"], "from 0"),
-])  # fmt: skip
-def test_bad_usage(arguments, message, capsys):
-    assert message in failure(capsys, "bench", "memory", *arguments)

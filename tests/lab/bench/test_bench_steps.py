@@ -18,7 +18,7 @@ from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.rl.like_for_like import like_for_like
 from megatron_prefix.lab.runtime import Layout
-from tests.harness.command_line import BUNDLED, failure, forked
+from tests.harness.command_line import BUNDLED, forked
 from tests.harness.one_rank import one_rank, small_model
 
 SPEC = resolve("tiny-llama", num_layers=1).with_vocab(64)
@@ -144,16 +144,6 @@ def test_consecutive_steps_of_a_file(tmp_path):
     assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")
     assert row["executed_tokens"] < row["raw_tokens"] and row["segments"] > 0
     assert row["bound"] >= row["plan_bound"] > 1 and row["microbatches"] < row["rollouts"]
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    (["--steps", "2"], "--steps is for rollout files"),
-    (["--rehearse"], "--rehearse needs --steps"),
-    (["--rollouts", BUNDLED, "--groups", "4", "--steps", "99"], "too few for --steps 99"),
-    (["--rollouts", BUNDLED, "--step-tokens", "10000000", "--steps", "1"], "too few for"),
-])  # fmt: skip
-def test_steps_that_cannot_be_made_are_refused(capsys, options, message):
-    assert message in failure(capsys, "bench", *options)
 
 
 def ranked(*options):

@@ -7,6 +7,7 @@ import pytest
 from megatron_prefix.lab.data.importers import import_file
 from tests.harness import importing
 from tests.harness.importing import Jinja, refused, write
+from tests.lab.data.test_chat import say
 
 source = importing.source  # a fixture
 HEAD = "{% for m in messages %}<{{ m.role }}>"
@@ -18,10 +19,6 @@ CALLS = (
 )
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 WHOLE = TOOLS + HEAD + REASONING + "{{ m.content | trim }}" + CALLS + TAIL
-
-
-def say(role, content, **more):
-    return {"role": role, "content": content, **more}
 
 
 def call(name, **arguments):

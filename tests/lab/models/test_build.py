@@ -1,6 +1,7 @@
 """Models from specs: the same in every layout, and trained by Megatron's stock schedule."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import pytest
@@ -14,23 +15,18 @@ from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.tree import cp_layout
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 
 LENGTH, NUM_MICROBATCHES, VOCAB = 24, 4, 97
 
 
-class RankResult(NamedTuple):
-    """What one rank holds after a step; parameters by their name in the whole model.
-
-    splits: the dimension along which tensor parallelism has cut a parameter, -1 if none.
-    """
+class Step(NamedTuple):
+    """What one rank holds after a step, by the name in the whole model: a gradient, the parameter,
+    and the dimension along which tensor parallelism has cut both, -1 if none."""
 
     losses: list[float]
-    grads: dict[str, torch.Tensor]
-    params: dict[str, torch.Tensor]
-    splits: dict[str, int]
+    held: dict[str, tuple[torch.Tensor, torch.Tensor, int]]
     tp_rank: int
 
 
@@ -44,30 +40,22 @@ def microbatches(layout):
 
 
 def forward_backward(chunks, data):
-    """Megatron's schedule over `data`; the losses, on the last stage.
-
-    Of context-parallel ranks each runs its zig-zag slices; the first one has the losses.
-    """
-    from megatron.core import parallel_state
+    """Megatron's schedule over `data`; the losses, on the last stage."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    group = parallel_state.get_context_parallel_group()
-    held = torch.from_numpy(cp_layout.rank_positions(LENGTH, group.rank(), group.size()))
 
     def loss_of(losses):
         loss = losses.sum() / LENGTH
-        whole = loss.detach().clone()
-        torch.distributed.all_reduce(whole, group=group)
-        return loss, {"loss": whole}
+        return loss, {"loss": loss.detach().clone()}
 
     def forward_step(iterator, model):
         tokens = next(iterator)["tokens"]
-        return model(tokens[:, held], held[None], None, labels=tokens[:, held + 1]), loss_of
+        places = torch.arange(LENGTH)[None]
+        return model(tokens[:, :-1], places, None, labels=tokens[:, 1:]), loss_of
 
     items = [{"tokens": tokens} for tokens in data]
     stock = get_forward_backward_func()
     logs = steps.run(stock, forward_step, chunks, items, seq_length=LENGTH).logs
-    return [log["loss"].item() for log in logs if group.rank() == 0]
+    return [log["loss"].item() for log in logs]
 
 
 def named_parameters(chunks):
@@ -75,64 +63,36 @@ def named_parameters(chunks):
     return dict(pair for chunk in chunks for pair in weights.global_parameters(unwrap(chunk)))
 
 
-def train_one_step(name, layout, *, overrides=None, **options):
-    """Join the job, build the model, and do one step; `options` go to `build_model`."""
+def train_one_step(name, layout, dtype):
+    """Join the job, build the model, and do one step."""
     runtime.initialize(layout)
-    spec = resolve(name, **(overrides or {})).with_vocab(VOCAB)
-    chunks = build_model(spec, layout=layout, **options)
+    # Data parallelism changes which tokens an auxiliary loss sees together, in Megatron too.
+    overrides = {"moe_aux_loss_coeff": 0.0} if name == "tiny-moe" else {}
+    spec = resolve(name, **overrides).with_vocab(VOCAB)
+    chunks = build_model(spec, layout=layout, dtype=dtype)
     # A large eps, so that the update does not magnify the rounding of small gradients.
     optimizer = build_optimizer(chunks, lr=1e-3, eps=1e-3, clip_grad=0.0)
     losses = forward_backward(chunks, microbatches(layout))
     parameters = named_parameters(chunks)
     grads = {name: parameter.main_grad.clone() for name, parameter in parameters.items()}
     success, _, _ = optimizer.step()
-    if not success:
-        raise RuntimeError("the optimizer skipped the step")
+    assert success
     from megatron.core import parallel_state
 
-    return RankResult(
-        losses, grads, {name: parameter.detach().clone() for name, parameter in parameters.items()},
-        {n: p.partition_dim if p.tensor_model_parallel else -1 for n, p in parameters.items()},
-        parallel_state.get_tensor_model_parallel_rank(),
-    )  # fmt: skip
+    dims = {n: p.partition_dim if p.tensor_model_parallel else -1 for n, p in parameters.items()}
+    held = {n: (grads[n], p.detach().clone(), dims[n]) for n, p in parameters.items()}
+    return Step(losses, held, parallel_state.get_tensor_model_parallel_rank())
 
 
 TERMS = LENGTH * NUM_MICROBATCHES  # tokens behind one element of a weight gradient
-# Data parallelism changes which tokens the auxiliary loss sees together, in stock Megatron too.
-NO_AUX = {"moe_aux_loss_coeff": 0.0}
 SP = {"sequence_parallel": True}
 FIELDS = {field.name for field in dataclasses.fields(ModelSpec)}
 
 
-_references = {}
-
-
-def reference(name, **options):
-    """The same step on one rank; computed once."""
-    key = (name, repr(sorted(options.items())))
-    if key not in _references:
-        [_references[key]] = run_ranks(1, lambda: train_one_step(name, Layout(), **options))
-    return _references[key]
-
-
-def assert_same_step(steps, expected, layout, dtype, *, grads=True):
-    """Every rank's gradients and parameters are its part of the single rank's."""
-    seen = set()
-    for step in steps:
-        for name, param in step.params.items():
-            pairs = [("param", param, expected.params[name])]
-            if grads:
-                pairs.append(("grad", step.grads[name], expected.grads[name]))
-            pieces = 2 if "linear_fc1.weight" in name else 1
-            for kind, ours, whole in pairs:
-                dim = step.splits[name]
-                if dim >= 0:
-                    whole = weights.local_part(whole, dim, step.tp_rank, layout.tp, pieces)
-                assert_close(ours, whole, TERMS, dtype, f"{kind} of {name}")
-            seen.add(name)
-    assert seen == set(expected.params)
-    losses = torch.tensor([loss for step in steps if step.tp_rank == 0 for loss in step.losses])
-    assert_close(losses, torch.tensor(expected.losses), VOCAB, torch.float32, "losses")
+@functools.cache
+def reference(name, dtype="float64"):
+    """The same step on one rank."""
+    return run_ranks(1, train_one_step, name, Layout(), dtype)[0]
 
 
 LAYOUTS = [
@@ -144,18 +104,26 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_float64_step_is_the_same_in_every_layout(name, layout):
-    options = {"dtype": "float64"}
-    if name == "tiny-moe":
-        options["overrides"] = NO_AUX
-    steps = run_ranks(layout.world_size, lambda: train_one_step(name, layout, **options))
-    assert_same_step(steps, reference(name, **options), layout, torch.float64)
+    """Every rank's gradients and parameters are its part of the single rank's."""
+    expected = reference(name)
+    steps = run_ranks(layout.world_size, train_one_step, name, layout, "float64")
+    for step in steps:
+        for name, (*ours, dim) in step.held.items():
+            pieces = 2 if "linear_fc1.weight" in name else 1
+            for one, whole in zip(ours, expected.held[name][:2], strict=True):
+                if dim >= 0:
+                    whole = weights.local_part(whole, dim, step.tp_rank, layout.tp, pieces)
+                assert_close(one, whole, TERMS, torch.float64, name)
+    assert set().union(*(step.held for step in steps)) == set(expected.held)
+    losses = torch.tensor([loss for step in steps if step.tp_rank == 0 for loss in step.losses])
+    assert_close(losses, torch.tensor(expected.losses), VOCAB, torch.float32, "losses")
 
 
 def test_narrower_dtypes_train_the_same_model():
     """Only the loss: what rounding does to gradients of a whole model has no simple bound."""
-    exact, rounded = (reference("tiny-qwen3", dtype=dtype) for dtype in ("float64", "bfloat16"))
-    assert {grad.dtype for grad in rounded.grads.values()} == {torch.float32}
-    assert {param.dtype for param in rounded.params.values()} == {torch.bfloat16}
+    exact, rounded = (reference("tiny-qwen3", dtype) for dtype in ("float64", "bfloat16"))
+    assert {gradient.dtype for gradient, *_ in rounded.held.values()} == {torch.float32}
+    assert {parameter.dtype for _, parameter, _ in rounded.held.values()} == {torch.bfloat16}
     losses, expected = torch.tensor(rounded.losses), torch.tensor(exact.losses)
     assert_close(losses, expected, VOCAB, torch.bfloat16)
 

@@ -178,12 +178,6 @@ def test_layers_and_auxiliary_losses_are_as_the_file_says(tmp_path):
     assert loaded(tmp_path, {**QWEN3, "sliding_window": 4096}).window_size is None  # no switch
 
 
-def test_qwen2_has_biases_on_queries_keys_and_values(tmp_path):
-    values = {k: v for k, v in QWEN3.items() if k not in ("head_dim", "attention_bias")}
-    spec = loaded(tmp_path, {**values, "model_type": "qwen2"})
-    assert spec.add_qkv_bias and not spec.qk_layernorm and spec.kv_channels == 128
-
-
 def test_models_that_see_and_layers_in_lists(tmp_path):
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     listed = {**QWEN3_NEXT, "layer_types": kinds * 12, "full_attention_interval": None}

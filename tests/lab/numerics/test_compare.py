@@ -103,21 +103,16 @@ def test_losses_are_judged_by_their_terms(factor, passes):
     assert (verdict.loss_max_abs_diff <= verdict.loss_limit) is passes
 
 
-def test_a_parameter_never_moves_further_than_two_steps():
+@pytest.mark.parametrize(("size", "distance", "passes"), [
+    (1e9, 1.9 * LR, True), (1e9, 2.5 * LR, False), (1.0, 1e-12, True), (1.0, 1e-7, False),
+])  # fmt: skip
+def test_a_parameter_follows_its_gradient_two_steps_at_most(size, distance, passes):
+    """Where a gradient may be off by no more than AdamW's eps allows, it stays where it is."""
     expected = a_trace()
-    for distance, passes in ((1.9, True), (2.5, False)):
-        noise = replace(expected, gradients={n: 1e9 * g for n, g in expected.gradients.items()})
-        found = changed(noise, "parameters", lambda value, d=distance: value + d * LR)
-        verdict = judge(noise, found)
-        assert verdict.passed is passes and verdict.param_limit == pytest.approx(2 * LR, rel=1e-6)
-
-
-def test_a_parameter_follows_its_gradient():
-    """Where a gradient may be off by no more than AdamW's eps allows, a parameter stays."""
-    expected = a_trace()
-    for distance, passes in ((1e-12, True), (1e-7, False)):
-        found = changed(expected, "parameters", lambda value, d=distance: value + d)
-        assert judge(expected, found).passed is passes
+    expected = replace(expected, gradients={n: size * g for n, g in expected.gradients.items()})
+    verdict = judge(expected, changed(expected, "parameters", lambda value: value + distance))
+    assert verdict.passed is passes
+    assert size == 1 or verdict.param_limit == pytest.approx(2 * LR, rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

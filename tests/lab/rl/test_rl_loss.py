@@ -62,23 +62,28 @@ def expected(config, new, old, ref, advantage):
     return sum(losses), clipped, gradients
 
 
+def stepped(config, item, logprobs):
+    """Loss, number of tokens, logs, and the gradient of a model's log-probs."""
+    model = Table(logprobs)
+    output, loss_func = forward_step(config)(iter([item]), model)
+    loss, num_tokens, logs = loss_func(output)
+    loss.backward()
+    return loss.detach(), num_tokens, logs, model.logprobs.grad
+
+
 @pytest.mark.parametrize(("advantage", "kl_coeff"), [(1.5, 0.0), (-0.7, 0.1), (0.0, 0.1)])
 def test_loss_is_the_formula(advantage, kl_coeff):
     config = GrpoConfig(clip_low=0.2, clip_high=0.3, kl_coeff=kl_coeff)
     rollout, new, old, ref = a_case()
-    model = Table(new)
     item = microbatch(rollout, advantage, old_logprobs=old, ref_logprobs=ref)
-    output, loss_func = forward_step(config)(iter([item]), model)
-    loss, num_tokens, logs = loss_func(output)
-    loss.backward()
-
+    loss, num_tokens, logs, grad = stepped(config, item, new)
     trained = rollout.loss_mask[1:]
     want, clipped, gradients = expected(config, new[trained], old, ref, advantage)
     length = rollout.num_trained
     wanted_grad = torch.zeros(len(new), dtype=torch.float64)
     wanted_grad[torch.from_numpy(trained)] = torch.tensor(gradients, dtype=torch.float64)
-    assert_close(loss.detach(), torch.tensor(want, dtype=torch.float64), length)
-    assert_close(model.logprobs.grad, wanted_grad, length)
+    assert_close(loss, torch.tensor(want, dtype=torch.float64), length)
+    assert_close(grad, wanted_grad, length)
     assert num_tokens.dtype == torch.int32 and int(num_tokens) == length
     assert logs["clip_frac"].tolist() == [clipped, length]
     assert advantage == 0 or 0 < clipped < length
@@ -89,25 +94,19 @@ def test_loss_is_the_formula(advantage, kl_coeff):
 
 def test_without_old_logprobs_the_ratio_is_one():
     rollout, new, _, _ = a_case()
-    model = Table(new)
-    output, loss_func = forward_step(GrpoConfig())(iter([microbatch(rollout, 2.0)]), model)
-    loss, _, logs = loss_func(output)
-    loss.backward()
+    _, _, logs, grad = stepped(GrpoConfig(), microbatch(rollout, 2.0), new)
     assert logs["ratio"].tolist() == [rollout.num_trained] * 2
     assert logs["approx_kl"].tolist() == [0.0, rollout.num_trained]
     trained = torch.from_numpy(rollout.loss_mask[1:])
-    assert torch.equal(model.logprobs.grad, torch.where(trained, -2.0, 0.0).double())
+    assert torch.equal(grad, torch.where(trained, -2.0, 0.0).double())
 
 
 def test_untrained_positions_never_overflow():
     rollout, new, old, ref = a_case()
     new = np.where(rollout.loss_mask[1:], new, -2000.0)
     item = microbatch(rollout, 1.0, old_logprobs=old, ref_logprobs=ref)
-    model = Table(new)
-    output, loss_func = forward_step(GrpoConfig(kl_coeff=0.1))(iter([item]), model)
-    loss, _, _ = loss_func(output)
-    loss.backward()
-    assert torch.isfinite(loss) and torch.isfinite(model.logprobs.grad).all()
+    loss, _, _, grad = stepped(GrpoConfig(kl_coeff=0.1), item, new)
+    assert torch.isfinite(loss) and torch.isfinite(grad).all()
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
@@ -230,8 +229,6 @@ def test_times_and_rates_under_verls_names():
 
 
 def test_flops_of_packs_are_those_of_their_rollouts():
-    import torch
-
     cost = flops.cost_model(resolve("tiny-llama").with_vocab(100))
     rows = [{"tokens": torch.zeros(1, n)} for n in (5, 7)]
     pack = {"tokens": torch.zeros(1, 12), "cu_seqlens": torch.tensor([0, 5, 12])}

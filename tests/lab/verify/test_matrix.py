@@ -32,11 +32,8 @@ def answers(monkeypatch, answer):
 
 def test_the_table_has_every_combination_once():
     names = [row.name for row in rows()]
-    assert (
-        len(names)
-        == len(set(names))
-        == (12 + 19 + 5 + 4 + 5 + 2) * 4 * 2 + (5 + 4 + 6 + 3 + 3) * 3 * 2
-    )
+    num = (12 + 19 + 5 + 4 + 5 + 2) * 4 * 2 + (5 + 4 + 6 + 3 + 3) * 3 * 2
+    assert len(names) == len(set(names)) == num
     for layout in "TP2 PP2xVPP2 CP4 DP2 TP2xPP2xCP2".split():
         assert f"dense/{layout}/chunked/full" in names
     for layout in "EP2 EP4 PP2xEP2 TP2xEP2xPP2 TP2xCP2 CP2xEP2 TP2xCP2xEP2xPP2".split():
@@ -56,9 +53,8 @@ def test_data_parallelism_fills_a_larger_world():
 def test_one_line_a_layout(monkeypatch, capsys, tmp_path):
     answers(monkeypatch, lambda row: VERDICT)
     document = tmp_path / "new" / "matrix.md"
-    assert (
-        main(["matrix", "--only", "dense/TP2/*", "dense/PP?/*", "--markdown", str(document)]) == 0
-    )
+    only = ["matrix", "--only", "dense/TP2/*", "dense/PP?/*"]
+    assert main([*only, "--markdown", str(document)]) == 0
     told = capsys.readouterr()
     assert "24 rows: 24 aligned" in told.out
     assert told.err.count("aligned") == 24
@@ -78,9 +74,8 @@ def fail(row):
 
 
 def differ(row):
-    return SimpleNamespace(
-        **{**vars(VERDICT), "passed": False, "failures": ("gradient of x: 1e-3", "more")}
-    )
+    failures = ("gradient of x: 1e-3", "more")
+    return SimpleNamespace(**vars(VERDICT) | {"passed": False, "failures": failures})
 
 
 @pytest.mark.parametrize(("answer", "status", "reason", "codes"), [
@@ -118,13 +113,6 @@ def test_continue_runs_what_is_not_aligned_yet(monkeypatch, capsys, tmp_path):
         other = answers(monkeypatch, lambda row: VERDICT)
         assert main([*command, *more]) == 0  # results of another kind do not count
         assert len(other) == 4
-
-
-def test_a_pattern_of_no_row_is_refused(capsys):
-    assert main(["matrix", "--only", "dense/TP3/*"]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "matches no row; layouts: TP2" in err
 
 
 def test_names_of_layouts_are_true():
