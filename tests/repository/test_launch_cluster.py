@@ -24,11 +24,8 @@ NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node0"}
 @pytest.fixture
 def commands(tmp_path):
     """An environment's folder of commands that only say what they were asked, on 8 GPUs."""
-    return commands_in(tmp_path / "bin")
-
-
-def commands_in(folder):
-    folder.mkdir(parents=True)
+    folder = tmp_path / "bin"
+    folder.mkdir()
     says = {name: f'echo "{name}" "$@"' for name in ("torchrun", "srun", "megatron-prefix")}
     says |= {"scontrol": "printf 'node7\\nnode8\\n'", "python3": 'echo "${FAKE_GPUS:-8}"'}
     for name, line in says.items():

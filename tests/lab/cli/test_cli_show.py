@@ -22,14 +22,6 @@ def plan_file(capsys, tmp_path):
     return path
 
 
-def edited(path, rank, edit):
-    """Rewrites a plan file with one rank's cells changed."""
-    plan = from_csv(path.read_text(encoding="utf-8"))
-    programs = cells(plan)
-    edit(programs[rank])
-    path.write_text(to_csv(with_programs(plan, programs)), encoding="utf-8")
-
-
 def test_show_json_agrees_with_plan(capsys, plan_file):
     shown = result(capsys, "show", str(plan_file))
     planned = result(capsys, "plan", *STEP)
@@ -64,7 +56,10 @@ def test_show_full_prints_every_action(capsys, plan_file, monkeypatch):
 
 
 def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path):
-    edited(plan_file, 1, lambda cells: cells.insert(0, cells.pop(1)))
+    plan = from_csv(plan_file.read_text(encoding="utf-8"))
+    programs = cells(plan)
+    programs[1].insert(0, programs[1].pop(1))
+    plan_file.write_text(to_csv(with_programs(plan, programs)), encoding="utf-8")
     svg = tmp_path / "shown.svg"
     code, out, err = run(capsys, "show", str(plan_file), "--svg", str(svg))
     assert code == 2

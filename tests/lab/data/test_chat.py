@@ -99,8 +99,9 @@ def test_a_template_that_forgets_is_refused(source):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
     """A small tokenizer in the files of a model folder: one token a byte, and ChatML's marks."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     package = pytest.importorskip("tokenizers")
     alphabet = sorted(package.pre_tokenizers.ByteLevel.alphabet())
     model = package.models.BPE({letter: i for i, letter in enumerate(alphabet)}, merges=[])
@@ -141,23 +142,19 @@ HUB = pytest.mark.skipif(
 FORMS = pytest.mark.parametrize("form", ["tokenizer.json", pytest.param("", marks=HUB)])
 
 
-def change_tokenizer(folder, **changes):
-    file = folder / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), encoding="utf-8")
-
-
 @FORMS
-def test_stored_truncation_and_padding_are_not_applied(source, folder, monkeypatch, capfd, form):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_stored_truncation_and_padding_are_not_applied(source, folder, capfd, form):
     cut = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
     pad = {
         "strategy": {"Fixed": 40}, "direction": "Right", "pad_to_multiple_of": None,
         "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>",
     }  # fmt: skip
-    change_tokenizer(folder, truncation=cut, padding=pad)
-    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    config["model_max_length"] = 16
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name, changes in (
+        ("tokenizer.json", {"truncation": cut, "padding": pad}),
+        ("tokenizer_config.json", {"model_max_length": 16}),
+    ):
+        values = json.loads((folder / name).read_text("utf-8")) | changes
+        (folder / name).write_text(json.dumps(values), encoding="utf-8")
     write(source, {"input": "a" * 51, "output": "b", "score": 1.0})
     ((group),) = import_file(source, "verl", str(folder / form))
     (rollout,) = group.rollouts
@@ -166,9 +163,8 @@ def test_stored_truncation_and_padding_are_not_applied(source, folder, monkeypat
 
 
 @FORMS
-def test_nothing_is_put_between_prompt_and_answer(source, folder, monkeypatch, form):
+def test_nothing_is_put_between_prompt_and_answer(source, folder, form):
     """BOS begins a text, EOS ends it; a prompt that says BOS has it once."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fast = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
     fast.post_processor = importlib.import_module("tokenizers").processors.TemplateProcessing(
         single="<s> $A <|im_end|>", special_tokens=[("<s>", 258), ("<|im_end|>", 257)]
@@ -188,20 +184,19 @@ def test_nothing_is_put_between_prompt_and_answer(source, folder, monkeypatch, f
 
 
 @HUB
-def test_no_space_is_put_between_pieces(source, tmp_path, monkeypatch):
+def test_no_space_is_put_between_pieces(source, folder):
     """SentencePiece puts one before a text, so a piece of a conversation must not be one."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     package = importlib.import_module("tokenizers")
     letters = [*map(chr, range(33, 127)), "\u2581", "\n"]
     model = package.models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[])
     fast = package.Tokenizer(model)
     fast.pre_tokenizer = package.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    fast.save(str(tmp_path / "tokenizer.json"))
+    fast.save(str(folder / "tokenizer.json"))
     template = CHAT_TEMPLATE.replace("<|im_end|>", " </s>")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     row = conversation(say("assistant", "one"), say("user", "?"), say("assistant", " two"))
-    ((group),) = import_file(write(source, row), "messages", str(tmp_path))
+    ((group),) = import_file(write(source, row), "messages", str(folder))
     (rollout,) = group.rollouts
     text = "".join(letters[token] for token in rollout.tokens)
     start, end = "<|im_start|>", "\u2581</s>"
@@ -212,8 +207,7 @@ def test_no_space_is_put_between_pieces(source, tmp_path, monkeypatch):
 
 
 @HUB
-def test_a_model_folder(source, folder, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_model_folder(source, folder):
     fast = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
     calls = [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
     row = conversation(

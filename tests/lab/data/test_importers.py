@@ -39,6 +39,12 @@ def test_verl_refuses(source, changes, said):
     assert refused(source, "verl", Characters(), vocab_size=99).startswith(said)
 
 
+def imported(path, row):
+    ((group),) = import_file(write(path, row), "tokens")
+    (rollout,) = group.rollouts
+    return rollout
+
+
 @pytest.mark.parametrize("row", [
     {"prompt_ids": [1, 2], "response_ids": [3, 4, 5, 6], "loss_mask": [1, 0, 1, 1]},
     {"prompt_token_ids": [1, 2], "completion_ids": [3, 4, 5, 6], "response_mask": [1, 0, 1, 1]},
@@ -49,9 +55,7 @@ def test_verl_refuses(source, changes, said):
 ])  # fmt: skip
 @pytest.mark.parametrize("logprobs", [[-1.0, -3.0, -4.0], [-1.0, -2.0, -3.0, -4.0]])
 def test_tokens(source, row, logprobs):
-    write(source, row | {"reward": 1, "rollout_log_probs": logprobs})
-    ((group),) = import_file(source, "tokens")
-    (rollout,) = group.rollouts
+    rollout = imported(source, row | {"reward": 1, "rollout_log_probs": logprobs})
     assert rollout.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert (rollout.prompt_len, rollout.loss) == (2, ((2, 3), (4, 6)))
     assert rollout.old_logprobs.tolist() == [-1.0, -3.0, -4.0]
@@ -75,12 +79,6 @@ PADDED = {
     "input_ids": [0, 0, 5, 6, 7, 8, 9, 0], "attention_mask": [0, 0, 1, 1, 1, 1, 1, 0], "reward": 1,
 }  # fmt: skip
 LOSS_MASK = [0, 0, 0, 0, 1, 0, 1, 1]
-
-
-def imported(path, row):
-    ((group,),) = ([g.rollouts for g in import_file(write(path, row), "tokens")],)
-    (rollout,) = group
-    return rollout
 
 
 @pytest.mark.parametrize(("field", "on", "off"), [

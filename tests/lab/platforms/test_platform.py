@@ -1,7 +1,6 @@
 """Choosing where to run, the CPU platform, and the trial of transformer-engine's packs."""
 
 import math
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -51,16 +50,8 @@ def test_cuda_names_mean_the_cpu():
     assert torch.zeros(1).type(torch.float64).dtype == torch.float64
 
 
-def in_a_new_process(code, **environment):
-    """Output and exit code of python -c `code`."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120,
-        check=False, env={**os.environ, **environment},
-    )  # fmt: skip
-
-
 def test_platform_comes_only_when_asked_even_after_megatron():
-    done = in_a_new_process(
+    code = (
         "import megatron.core.models.gpt.gpt_model, torch; zeros = torch.zeros; "
         "import megatron_prefix.lab.models.build, megatron_prefix.lab.runtime; "
         "from megatron_prefix.lab.platforms import cpu; "
@@ -72,6 +63,8 @@ def test_platform_comes_only_when_asked_even_after_megatron():
         "x = torch.zeros(1, 4, dtype=torch.long); model(x, x, None, labels=x).sum().backward(); "
         "runtime.shutdown()"  # gloo's threads may abort a process that leaves without it
     )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

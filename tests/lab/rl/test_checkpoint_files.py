@@ -84,14 +84,6 @@ def content(name, make):
     return lambda run: (run / name).write_bytes(make((run / name).read_bytes()))
 
 
-def in_index(marker, run):
-    (run / STEP / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
-
-
-def in_common(marker, run):
-    torch.save({"optimizer": Payload(marker)}, run / STEP / "common.pt")
-
-
 def in_shard(marker, run):
     """An entry of a shard that is not a tensor: the random generators."""
     index = pickle.loads((run / STEP / ".metadata").read_bytes())  # noqa: S301  # our own
@@ -107,12 +99,12 @@ def in_shard(marker, run):
 
 def test_code_in_a_checkpoint_does_not_run(good, tmp_path):
     marker = tmp_path / "marker"
-    payloads = {".metadata": in_index, "common.pt": in_common, ".distcp": in_shard}
-    found = resumed(
-        good,
-        tmp_path,
-        {name: lambda run, place=place: place(marker, run) for name, place in payloads.items()},
-    )
+    index, optimizer = pickle.dumps(Payload(marker)), {"optimizer": Payload(marker)}
+    found = resumed(good, tmp_path, {
+        ".metadata": lambda run: (run / STEP / ".metadata").write_bytes(index),
+        "common.pt": lambda run: torch.save(optimizer, run / STEP / "common.pt"),
+        ".distcp": lambda run: in_shard(marker, run),
+    })  # fmt: skip
     assert not marker.exists()
     for name, (code, err, same) in found.items():
         assert (code, err.count("\n"), same) == (2, 1, True), err
@@ -189,31 +181,22 @@ def test_damaged_files_are_named_in_one_line(good, tmp_path):
 
 
 def test_values_that_no_run_has_are_refused(good, tmp_path):
-    one = json.loads((good / STEP / "train.json").read_text("utf-8"))
+    other = json.loads((good / STEP / "train.json").read_text("utf-8"))["identity"]
+    other["model"]["new"] = 7
     messages = {
         "step": (with_state(step=-5), "train.json: step is -5, not a number of any run"),
         "missing": (with_state(skipped_in_a_row=None), "train.json: skipped_in_a_row is None"),
-        "position": (
-            with_state(position=10**9),
-            "train.json: position 1000000000 of rollouts of 2 groups",
-        ),
+        "position": (with_state(position=10**9),
+                     "train.json: position 1000000000 of rollouts of 2 groups"),
         "newer": (with_state(format=2), "train.json: format 2, and this release reads 1; resume"),
         "identity": (with_state(identity=[]), "train.json: identity is missing"),
-        "field": (
-            with_state(
-                identity={**one["identity"], "model": {**one["identity"]["model"], "new": 7}}
-            ),
-            "step-000001: was made with another model (new 7 there, unknown here); use the same",
-        ),
-        "latest": (
-            content("checkpoints/latest", lambda old: b"../../etc"),
-            "latest: names no checkpoint ('../../etc'); name one: --resume",
-        ),
-        "metrics": (
-            content("metrics.jsonl", lambda old: old + b'{"step": "2"}\n'),
-            "metrics.jsonl:2: not a line of metrics (step is 2); move the file away",
-        ),
-    }
+        "field": (with_state(identity=other),
+                  "step-000001: was made with another model (new 7 there, unknown here); use the"),
+        "latest": (content("checkpoints/latest", lambda old: b"../../etc"),
+                   "latest: names no checkpoint ('../../etc'); name one: --resume"),
+        "metrics": (content("metrics.jsonl", lambda old: old + b'{"step": "2"}\n'),
+                    "metrics.jsonl:2: not a line of metrics (step is 2); move the file away"),
+    }  # fmt: skip
     found = resumed(good, tmp_path, {name: change for name, (change, _) in messages.items()})
     for name, (code, err, same) in found.items():
         assert (code, err.count("\n"), same) == (2, 1, True), (name, err)

@@ -66,25 +66,23 @@ def one_step(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ("model", "was made with another model .*num_layers 2 there, 4 here"),
-    ("rollouts", "made from other rollouts"),
-    ("dtype", "has dtype float32, this run float64"),
-])  # fmt: skip
-def test_something_else_is_not_resumed(one_step, change, message):
-    options = {"model": ModelOptions("tiny-llama"), "dtype": replace(SMALL, dtype="float64")}.get(
-        change, SMALL
-    )
-    groups = None
-    if change == "rollouts":  # the same vocabulary, so that only the rollouts differ
-        groups = bundled()
-        groups[0] = replace(
-            groups[0],
-            rollouts=(replace(groups[0].rollouts[0], reward=0.25), *groups[0].rollouts[1:]),
-        )
+def other_reward():
+    """The same vocabulary, so that only the rollouts differ."""
+    first, *others = bundled()
+    changed, *rest = first.rollouts
+    return [replace(first, rollouts=(replace(changed, reward=0.25), *rest)), *others]
+
+
+@pytest.mark.parametrize(("groups", "options", "message"), [
+    (bundled, ModelOptions("tiny-llama"),
+     "was made with another model .*num_layers 2 there, 4 here"),
+    (other_reward, SMALL, "made from other rollouts"),
+    (bundled, replace(SMALL, dtype="float64"), "has dtype float32, this run float64"),
+], ids=["model", "rollouts", "dtype"])  # fmt: skip
+def test_something_else_is_not_resumed(one_step, groups, options, message):
     before = sorted(one_step.rglob("*"))
     with pytest.raises(UserError, match=message):
-        train(one_step, 2, settings(clip_grad=0.0), groups, options=options, resume="auto")
+        train(one_step, 2, settings(clip_grad=0.0), groups(), options=options, resume="auto")
     assert sorted(one_step.rglob("*")) == before
 
 

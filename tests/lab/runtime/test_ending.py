@@ -55,26 +55,16 @@ JOB = """
 """
 
 
-def script(folder, code):
-    """A Python file; it may import this package."""
-    path = folder / "job.py"
-    path.write_text(textwrap.dedent(code), encoding="utf-8")
-    return path
-
-
-def environment():
-    """This process's, without being a rank."""
-    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**ours, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-
-
 @contextlib.contextmanager
 def standing_job(folder, where):
     """A launcher whose two ranks stand somewhere, and these."""
-    places = folder / "places"
+    places, path = folder / "places", folder / "job.py"
     places.mkdir()
-    path = script(folder, JOB)
-    variables = {**environment(), "TMPDIR": str(folder)}
+    path.write_text(textwrap.dedent(JOB), encoding="utf-8")
+    # This process's, without being a rank.
+    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    variables = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    variables = ours | variables | {"TMPDIR": str(folder)}
     files = [folder / "out", folder / "err"]
     job = started(path, where, str(places), cwd=ROOT, env=variables, files=files)
     try:

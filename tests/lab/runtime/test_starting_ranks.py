@@ -85,12 +85,10 @@ def test_a_lost_connection_is_not_taken_for_the_cause(cause):
 def alive(pid):
     """Whether the process runs; one that has ended but is not yet collected does not."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
-            != "Z"
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except FileNotFoundError:
         return False
+    return text.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_a_set_that_takes_too_long_ends_and_says_where(tmp_path):
@@ -105,20 +103,18 @@ def test_a_set_that_takes_too_long_ends_and_says_where(tmp_path):
 
 def test_only_folders_of_dead_jobs_are_swept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name, file in (
-        ("megatron_prefix_", "owner"),
-        ("other_", "owner"),
-        ("megatron_prefix_", "x"),
+    for name in (
+        "megatron_prefix_/owner",
+        "other_/owner",
+        "megatron_prefix_x/x",
+        "elsewhere/owner",
     ):
-        path = tmp_path / f"{name}{file}"
-        path.mkdir()
-        (path / file).touch()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "owner").touch()
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
     (tmp_path / "megatron_prefix_link").symlink_to(tmp_path / "elsewhere")
     with folders.new_folder() as folder:
         folders.sweep()
         left = {path.name for path in tmp_path.iterdir()}
-    kept = {"other_owner", "megatron_prefix_x", "megatron_prefix_link", "elsewhere"}
+    kept = {"other_", "megatron_prefix_x", "megatron_prefix_link", "elsewhere"}
     assert left == kept | {folder.name}
     assert not folder.exists()

@@ -67,8 +67,7 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_every_action_is_drawn_once_and_labels_fit(plan):
     picture = drawn(plan)
-    check_frame(picture)
-    check_labels(picture)
+    check(picture)
     wanted = Counter(str(action) for program in plan.programs for action in program)
     found = Counter(tip.partition(":")[0] for tip in tips(picture) if not tip.startswith("segment"))
     assert found == wanted
@@ -79,8 +78,7 @@ def test_a_long_step_is_summed_up_and_its_beginning_is_drawn(monkeypatch):
     monkeypatch.setattr(drawing, "MOST_CELLS", 20)
     plan = ruled_plan(forest_of(num=4, num_groups=8), 3)
     timeline, picture = simulate(plan), drawn(plan)
-    check_frame(picture)
-    check_labels(picture)
+    check(picture)
     cells = [tip for tip in tips(picture) if not tip.startswith("segment")]
     assert 20 <= len(cells) < 30 < timeline.num_actions
     thin = [rect for rect in shapes(picture, "rect") if 2.4 < float(rect.get("width", 0)) < 2.5]
@@ -88,12 +86,13 @@ def test_a_long_step_is_summed_up_and_its_beginning_is_drawn(monkeypatch):
     assert area / (986 * 36) == pytest.approx(timeline.busy[0] / timeline.makespan, rel=0.01)
 
 
-def check_frame(picture):
+def check(picture):
+    """All is within the frame, no texts overlap, and labels of boxes are in them."""
+    check_labels(picture)
     width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
     for rect in shapes(picture, "rect"):
         x, y, w, h = (float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
-        assert w > 0
-        assert h > 0
+        assert w > 0 and h > 0
         assert 0 <= x <= x + w <= width
         assert 0 <= y <= y + h <= height
     taken = []
@@ -101,8 +100,7 @@ def check_frame(picture):
         left, right = extent(text)
         y, size = float(text.get("y", 0)), float(text.get("font-size", 0))
         assert 0 <= left <= right <= width
-        assert size >= 8
-        assert size <= y <= height - 2
+        assert 8 <= size <= y <= height - 2
         taken.append((y - 0.75 * size, y + 0.2 * size, left, right))
     # By height, so that only texts of the same line or the next are compared.
     taken.sort()
@@ -121,8 +119,7 @@ def test_ranks_of_a_job_are_drawn_with_their_messages():
     picture = ElementTree.fromstring(text)
     found = Counter(tip.partition(":")[0] for tip in tips(picture))
     assert found == Counter(str(action) for plan in job.plans for action in plan.programs[0])
-    check_frame(picture)
-    check_labels(picture)
+    check(picture)
     words = texts(picture)
     assert {"a job", "rank 0", "rank 1", "message: payload", "message: gradients"} <= {*words}
     assert "2 data-parallel ranks  ·  18 segments  ·  12 messages" in "\n".join(words)
@@ -186,6 +183,13 @@ def test_tooltips_tell_what_an_action_is():
     assert "segment 0, tree 0\nfrom position 0, 50 tokens\n2 rollouts: 0, 1" in found
 
 
+def rows_of(trace):
+    """Names of rows, and what is drawn in them."""
+    events = trace["traceEvents"]
+    names = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    return names, [one for one in events if one["ph"] == "X"]
+
+
 @pytest.mark.parametrize(
     ("budget", "most"), [(16, 1), (256, 2)], ids=["a tree a segment", "both trees in a segment"]
 )
@@ -197,10 +201,7 @@ def test_every_action_is_one_event(budget, most):
     timeline = simulate(plan)
     trace = json.loads(chrome_trace(timeline, plan))
     assert trace["displayTimeUnit"] == "ms"
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    names = {
-        e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
-    }
+    names, events = rows_of(trace)
     assert names == {0: "rank 0", 1: "rank 1"}
     found = [[event["name"] for event in events if event["tid"] == rank] for rank in (0, 1)]
     assert found == [[str(action) for action in program] for program in plan.programs]
@@ -221,11 +222,8 @@ def test_messages_of_ranks_have_rows_of_their_own():
     job = crossing_job()
     timeline = job.timeline(messages=(0.5, 1.0))
     trace = json.loads(job_trace(timeline, job.plans))
-    names = {
-        e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
-    }
+    names, events = rows_of(trace)
     assert names == {0: "rank 0", 1: "rank 0, messages", 2: "rank 1", 3: "rank 1, messages"}
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for rank, plan in enumerate(job.plans):
         for row, kinds in ((2 * rank, "FB"), (2 * rank + 1, "SR")):
             wanted = [str(action) for action in plan.programs[0] if action.kind in kinds]
