@@ -18,10 +18,7 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.layers import precision
 from megatron_prefix.run.schedule import PrefixSchedule
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 ONE, VOCAB = Layout(), 512
 CONFIG = PrefixConfig(mode="on", min_gain=0)
 SHAPE = {

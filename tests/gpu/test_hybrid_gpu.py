@@ -15,10 +15,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.calls import ROWS, VOCAB, Trainer, run_step
 
 DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,10 +19,7 @@ from megatron_prefix.layers.blocks.merge import formula, merge
 from megatron_prefix.tree import cp_layout
 from tests.harness.attention_cases import CASES, LAYOUTS, Case, by_blocks, check, make
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 NAMES = ("flash", "cudnn", "cudnn+flash", "flash+cudnn", "math")
 ODD = {

@@ -17,10 +17,7 @@ from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, run_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CONFIG = PrefixConfig(min_gain=0, segment_tokens=64, chunk_tokens=16)
 
 

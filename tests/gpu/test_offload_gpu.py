@@ -13,10 +13,7 @@ from megatron_prefix.tree.payload_map import Form
 from tests.core.features.host.test_offload import expected_gradient, layers
 from tests.harness.sidecar import LAYERS, step, tree
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 NUM = 1 << 20
 
 

@@ -288,10 +288,8 @@ def test_the_checks_can_fail(tmp_path):
     assert unknown_command("megatron-prefix plan x --svgg y")
     assert unknown_command("torchrun -m megatron_prefix pla x")
     assert unknown_command("megatron-prefix plan x --svg y [--csv -]") is None
-    assert (
-        missing_program("A=1 bash launch/no.sh --all")
-        == "A=1 bash launch/no.sh --all: no launch/no.sh"
-    )
+    line = "A=1 bash launch/no.sh --all"
+    assert missing_program(line) == f"{line}: no launch/no.sh"
     assert missing_program("python -m benchmarks.no x")
     assert not is_module_or_member(".pipeline.planner")
     assert not is_module_or_member(".plan.planner.no_such_name")

@@ -104,11 +104,8 @@ def changed_loop():
 def test_sharing_is_a_change_of_one_line_and_the_losses_stay(tmp_path):
     changed = tmp_path / "loop.py"
     changed.write_text(changed_loop(), encoding="utf-8")
-    lines = zip(
-        LOOP.read_text(encoding="utf-8").splitlines(),
-        changed.read_text(encoding="utf-8").splitlines(),
-        strict=True,
-    )
+    texts = (path.read_text(encoding="utf-8").splitlines() for path in (LOOP, changed))
+    lines = zip(*texts, strict=True)
     assert sum(before != after for before, after in lines) == 1
     steps = []
     for script in (LOOP, changed):
@@ -129,9 +126,8 @@ def test_a_policy_trains_on_rollouts_of_its_own(tmp_path):
     options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     said = run("rl_run/run.py", "--output", str(tmp_path), "--runs", "stock", "prefix", *options)
     assert "stock and prefix: rewards differ by" in said
-    rows = [
-        json.loads(line) for line in (tmp_path / "updates.jsonl").read_text("utf-8").splitlines()
-    ]
+    lines = (tmp_path / "updates.jsonl").read_text("utf-8").splitlines()
+    rows = [*map(json.loads, lines)]
     stock, shared = rows[:2], rows[2:]
     assert [row["run"] for row in rows] == ["stock"] * 2 + ["prefix"] * 2
     # From the same weights and seeds: the first update has the same rollouts.

@@ -75,10 +75,8 @@ def test_verdicts(repository, capsys, tmp_path):
     """What it finds is written down, and not run again; the original stays as it is."""
     out = tmp_path / "out.jsonl"
     assert mutants.main(["--out", str(out)]) == 1
-    found = {
-        row["name"]: row["what"]
-        for row in map(json.loads, out.read_text(encoding="utf-8").splitlines())
-    }
+    rows = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    found = {row["name"]: row["what"] for row in rows}
     names = ("killed", "survived", "stale", "not run", "broken")
     expected = {f"sums/{name}": name for name in names}
     assert found == expected | {"sums/explained": "survived", "sums/twice": "stale"}

@@ -32,10 +32,8 @@ def setup():
 
 
 def pins():
-    lines = (
-        (REPOSITORY / "launch" / "requirements-cpu.txt").read_text(encoding="utf-8").splitlines()
-    )
-    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    text = (REPOSITORY / "launch" / "requirements-cpu.txt").read_text(encoding="utf-8")
+    found = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
     return {canonicalize_name(one.name): one for one in found}
 
 
@@ -82,11 +80,8 @@ def test_no_file_names_a_machine_or_a_host():
 
 
 def sources():
-    return [path for path in tracked() if path.suffix == ".py" and is_code(path)]
-
-
-def is_code(path):
-    return path.relative_to(REPOSITORY).parts[0] in CODE
+    code = [path for path in tracked() if path.relative_to(REPOSITORY).parts[0] in CODE]
+    return [path for path in code if path.suffix == ".py"]
 
 
 def num_lines(function):

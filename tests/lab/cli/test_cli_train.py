@@ -14,7 +14,7 @@ import pytest
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.rl import updates
 from megatron_prefix.lab.rl.run import Summary
-from tests.harness.command_line import forked
+from tests.harness.command_line import forked, row
 from tests.harness.data import BUNDLED
 from tests.harness.ranks import run_ranks
 
@@ -37,16 +37,10 @@ def train(*arguments):
     return run_ranks(1, on_rank)[0]
 
 
-def row(**changes):
-    return {
-        "group": "g", "uid": "0", "tokens": [3, 4, 5, 6, 7, 8], "prompt_len": 3, "loss": [[3, 6]],
-        "reward": 1.0, **changes,
-    }  # fmt: skip
-
-
-def a_file(folder, *rows):
+def a_file(folder, **changes):
+    """Of one rollout, with two trained tokens."""
     path = folder / "rollouts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(row(**changes), encoding="utf-8")
     return str(path)
 
 
@@ -82,7 +76,7 @@ def test_a_difference_beyond_the_policy_is_exit_code_1(tmp_path, monkeypatch):
 
 
 def test_a_run_that_cannot_go_on_is_exit_code_1(tmp_path):
-    path = a_file(tmp_path, row(advantage=-1.0, old_logprobs=[-1e6] * 3))
+    path = a_file(tmp_path, advantage=-1.0, old_logprobs=[-1e6] * 2)
     code, out, err = train(path, "--json", "--output", str(tmp_path / "run"))
     assert code == 1
     assert "step 1: loss inf" in json.loads(out)["error"]
@@ -90,7 +84,7 @@ def test_a_run_that_cannot_go_on_is_exit_code_1(tmp_path):
 
 
 def test_bad_rollouts_are_exit_code_2(tmp_path):
-    path = a_file(tmp_path, row(reward=float("nan")))
+    path = a_file(tmp_path, reward=float("nan"))
     code, out, err = train(path, "--output", str(tmp_path / "run"))
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert "rollouts.jsonl:1: reward: not finite" in err
@@ -108,7 +102,7 @@ def test_bad_rollouts_are_exit_code_2(tmp_path):
     (["--prefix-plan", "no.csv"], "no.csv: cannot be read"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_bad_usage_is_exit_code_2(tmp_path, arguments, message):
-    path = a_file(tmp_path, row())
+    path = a_file(tmp_path)
     code, out, err = train(path, *arguments, "--output", str(tmp_path / "run"))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and re.search(message, err), err

@@ -20,14 +20,10 @@ REQUIREMENTS = [
 ]  # fmt: skip
 
 
-def doctored(*options):
-    """The verb in a process of its own, since it selects a platform."""
-    return forked("doctor", *options)
-
-
 @pytest.fixture(scope="module")
 def report():
-    done = doctored("--device", "cpu", "--model", "tiny-llama", "--json")
+    """Of a process of its own, since the verb selects a platform."""
+    done = forked("doctor", "--device", "cpu", "--model", "tiny-llama", "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -97,11 +93,11 @@ def test_every_refused_feature_is_listed_with_what_to_do(report):
 
 def test_for_people(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # as wide as in a file
-    done = doctored("--device", "cpu", "--refused")
+    done = forked("doctor", "--device", "cpu", "--refused")
     words = " ".join(done.stdout.split())
     for title in ("attention kernels on cpu", *(f"refused: {title}" for title in GROUPS.values())):
         assert title in words
-    done = doctored("--device", "cpu")
+    done = forked("doctor", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     first = done.stdout.partition("on cpu: ready\n")[0]
     for text in ("megatron-core 0.", "1 x CPU (", "flash_cpu, the fastest here"):
@@ -135,12 +131,9 @@ def test_an_old_megatron_is_a_problem(monkeypatch):
     ]
 
 
-def missing(**installed):
-    return packages.missing(REQUIREMENTS, ["train", "tokenizers", "test"], installed.get)
-
-
 def test_what_is_needed_and_what_is_optional():
-    needed, extras = missing(torch="2.5.1", tokenizers="0.19")
+    installed = {"torch": "2.5.1", "tokenizers": "0.19"}.get
+    needed, extras = packages.missing(REQUIREMENTS, ["train", "tokenizers", "test"], installed)
     assert needed == ["torch>=2.6", "einops"]
     assert extras == {
         "train": {"missing": ["tensorboard"], "command": "pip install tensorboard"},

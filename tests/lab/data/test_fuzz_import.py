@@ -23,6 +23,13 @@ TEMPLATE = (
 )
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1, {"b": null}]}'}}
 MORE = {"score": 1.0, "step": 1, "advantage": 0.5, "loss": True, "train": 1}
+CONVERSATION = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "so"},
+    {"role": "tool", "content": "1", "tool_call_id": "3"},
+    {"role": "assistant", "content": "one", "weight": 1, "step_loss_mask": 1},
+]
 ROWS = {
     "verl": [
         {"input": "ab", "output": "xyz", "uid": "s_0_0"} | MORE,
@@ -30,22 +37,7 @@ ROWS = {
         {"input": "cd", "output": "", "uid": "t"} | MORE,
     ],
     "messages": [
-        {
-            "messages": [
-                {"role": "system", "content": "s"},
-                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-                {
-                    "role": "assistant", "content": None, "tool_calls": [CALL],
-                    "reasoning_content": "so",
-                },
-                {"role": "tool", "content": "1", "tool_call_id": "3"},
-                {"role": "assistant", "content": "one", "weight": 1, "step_loss_mask": 1},
-            ],
-            "tools": [{"name": "f"}],
-            "group": group,
-            "id": "x",
-        }
-        | MORE
+        {"messages": CONVERSATION, "tools": [{"name": "f"}], "group": group, "id": "x"} | MORE
         for group in ("a", "b", "a")
     ],
     "tokens": [

@@ -1,6 +1,7 @@
 """Synthetic rollouts have the size and shape asked for, and the bundled file is made of them."""
 
 import gzip
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,23 +18,20 @@ def num_trie_nodes(group):
 
 def num_shared_trained(group):
     """Trained tokens that another rollout passes too."""
-    prefixes = [
-        [tuple(r.tokens[: i + 1].tolist()) for i in np.flatnonzero(r.loss_mask)]
+    prefixes = Counter(
+        tuple(r.tokens[: i + 1].tolist())
         for r in group.rollouts
-    ]
-    seen = {}
-    for prefix in (p for row in prefixes for p in row):
-        seen[prefix] = seen.get(prefix, 0) + 1
-    return sum(count for count in seen.values() if count > 1)
+        for i in np.flatnonzero(r.loss_mask)
+    )
+    return sum(count for count in prefixes.values() if count > 1)
 
 
 def leaf_depths(group):
     """For each rollout, the number of places where it parts from others."""
-    depths = []
-    for r in group.rollouts:
-        shared = {common_prefix(r.tokens, other.tokens) for other in group.rollouts}
-        depths.append(len(shared - {len(r)}))
-    return depths
+    return [
+        len({common_prefix(r.tokens, other.tokens) for other in group.rollouts} - {len(r)})
+        for r in group.rollouts
+    ]
 
 
 @pytest.mark.parametrize("tree", ["flat", "branch", "turns"])

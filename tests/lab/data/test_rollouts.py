@@ -290,15 +290,11 @@ def test_bad_input_names_file_row_and_field(tmp_path, name):
         assert len(message) < len(str(path)) + 250
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        rows(("a", 0)), rows(("a", 0), ("a", 1)), second(lcp=6, tokens=[]), second(loss=[]),
-        second(prompt_len=6, loss=[]), second(loss=[[2, 3], [3, 6]]),
-        second(advantage=None, old_logprobs=None), rows((3, "x"), ("b", "x")),
-    ],
-    ids=["one", "identical", "copy", "untrained", "prompt", "touching", "null", "names"],
-)  # fmt: skip
+@pytest.mark.parametrize("content", [
+    rows(("a", 0)), rows(("a", 0), ("a", 1)), second(lcp=6, tokens=[]), second(loss=[]),
+    second(prompt_len=6, loss=[]), second(loss=[[2, 3], [3, 6]]),
+    second(advantage=None, old_logprobs=None), rows((3, "x"), ("b", "x")),
+], ids="one identical copy untrained prompt touching null names".split())  # fmt: skip
 def test_unusual_but_valid(tmp_path, content):
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(content)

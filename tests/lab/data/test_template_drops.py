@@ -63,11 +63,8 @@ def test_what_a_template_drops_is_named(source, template, said):
     ("{{ m.content[:3] }}", {"content": "yes, of course"}, "content"),
     ("{{ m.content }}", {"content": "yes", "thinking": "hm"}, "reasoning"),
     ("{{ m.content }}", {"content": None, "refusal": "I cannot"}, "refusal"),
-    (
-        "{{ m.content }}",
-        {"content": "yes", "function_call": {"name": "f", "arguments": "{}"}},
-        "function call",
-    ),
+    ("{{ m.content }}", {"content": "yes", "function_call": {"name": "f", "arguments": "{}"}},
+     "function call"),
 ])  # fmt: skip
 def test_parts_of_an_answer(source, template, message, said):
     row = {"messages": [say("user", "a"), {"role": "assistant", **message}], "reward": 1}
@@ -80,24 +77,15 @@ def test_parts_of_an_answer(source, template, message, said):
     # What a template rewrites it does not drop.
     (HEAD + "{{ m.content | upper }}" + TAIL, [say("user", "a"), say("assistant", "b")]),
     # Nor what it refuses to do without.
-    (
-        HEAD
-        + "{% if m.role == 'user' and m.content != 'a' %}{{ raise_exception('no') }}{% endif %}"
-        + "{{ m.content if m.role != 'user' }}" + TAIL,
-        [say("user", "a"), say("assistant", "b")],
-    ),
+    (HEAD + "{% if m.role == 'user' and m.content != 'a' %}{{ raise_exception('no') }}{% endif %}"
+     + "{{ m.content if m.role != 'user' }}" + TAIL,
+     [say("user", "a"), say("assistant", "b")]),
     # A marked answer of a tool looks like a question (Qwen3), after which no thought is kept.
-    (
-        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and"
-        " not m.content.endswith('</tool>') %}{% set ns.last = loop.index0 %}{% endif %}"
-        "{% endfor %}"
-        + HEAD
-        + "{% if loop.index0 > ns.last %}" + REASONING + "{% endif %}{{ m.content }}" + TAIL,
-        [
-            say("user", "a"), say("assistant", "b", reasoning_content="hm"),
-            say("user", "<tool>1</tool>"), say("assistant", "c", reasoning_content="so"),
-        ],
-    ),
+    ("{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and"
+     " not m.content.endswith('</tool>') %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+     + HEAD + "{% if loop.index0 > ns.last %}" + REASONING + "{% endif %}{{ m.content }}" + TAIL,
+     [say("user", "a"), say("assistant", "b", reasoning_content="hm"),
+      say("user", "<tool>1</tool>"), say("assistant", "c", reasoning_content="so")]),
 ])  # fmt: skip
 def test_what_a_template_keeps(source, template, messages):
     write(source, {"messages": messages, "reward": 1})

@@ -48,15 +48,11 @@ def test_comparing_changes_nothing(tmp_path):
 def up_to_loss():
     """Rollouts that end with a trained token. Behind one an update runs nothing; so only of these
     a pass without gradients runs the same segments, and has the same bits."""
-    return [
-        replace(
-            group,
-            rollouts=tuple(
-                replace(one, tokens=one.tokens[: one.loss[-1][1]]) for one in group.rollouts
-            ),
-        )
-        for group in bundled()
-    ]
+    groups = []
+    for group in bundled():
+        cut = (replace(one, tokens=one.tokens[: one.loss[-1][1]]) for one in group.rollouts)
+        groups.append(replace(group, rollouts=tuple(cut)))
+    return groups
 
 
 def test_kl_is_to_the_initial_weights(tmp_path):
@@ -85,9 +81,8 @@ def test_old_logprobs_of_the_file_are_used(tmp_path):
         assert found is not None
         return found
 
-    ((_, logprobs),) = train(
-        tmp_path / "a", 1, settings(groups_per_step=1, lr=0.0), groups, look=own
-    )
+    still = settings(groups_per_step=1, lr=0.0)
+    ((_, logprobs),) = train(tmp_path / "a", 1, still, groups, look=own)
     given = tuple(
         replace(rollout, old_logprobs=values - 0.1)
         for rollout, values in zip(groups[0].rollouts, logprobs, strict=True)

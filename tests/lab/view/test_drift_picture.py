@@ -69,7 +69,7 @@ def test_a_replay_that_proves_nothing_fails(steps, message):
     assert message in failed
 
 
-def test_one_step_may_be_without_difference_and_some_updates_skipped():
+def test_a_step_may_be_equal_and_some_updates_may_be_skipped():
     assert judged([EQUAL, step(2)]).passed
     some = {**SKIPPED["skipped"], "stock": 1}
     assert judged([step(skipped=some), step(2, **SKIPPED)]).passed
