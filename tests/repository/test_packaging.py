@@ -31,9 +31,11 @@ def setup():
     return parser
 
 
-def pins():
-    text = (REPOSITORY / "launch" / "requirements-cpu.txt").read_text(encoding="utf-8")
-    found = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+def pins(*more):
+    """Of launch/requirements-cpu.txt and of other files, by package."""
+    files = (REPOSITORY / "launch" / "requirements-cpu.txt", *more)
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
     return {canonicalize_name(one.name): one for one in found}
 
 

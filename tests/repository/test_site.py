@@ -14,18 +14,10 @@ from packaging.utils import canonicalize_name
 
 from tests.core.trainers.registry import installed
 from tests.harness.data import REPOSITORY
+from tests.repository.test_packaging import pins
 
 DOCS = REPOSITORY / "docs"
 PAGE_OF_API = DOCS / "api.md"
-
-
-def pinned(*files):
-    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return {
-        canonicalize_name(Requirement(line).name)
-        for line in lines
-        if line and not line.startswith("#")
-    }
 
 
 def build(repository, site, packages):
@@ -97,7 +89,7 @@ def test_what_leads_nowhere_ends_the_build(packages, copy):
 
 
 def test_everything_that_builds_the_site_is_pinned(packages):
-    known = pinned(DOCS / "site" / "mkdocs.txt", REPOSITORY / "launch" / "requirements-cpu.txt")
+    known = pins(DOCS / "site" / "mkdocs.txt")
     for one in metadata.distributions(path=[str(packages)]):
         for line in one.requires or ():
             needed = Requirement(line)

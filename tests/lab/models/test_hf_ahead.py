@@ -151,14 +151,6 @@ def test_copies_must_be_copies_and_all_must_be_there(tmp_path):
         HFWeights(tmp_path, resolve(str(tmp_path), mtp_num_layers=2))
 
 
-def second_of(folder):
-    """The second layer's projection, as a model with two has it."""
-    runtime.initialize(Layout())
-    spec = resolve(str(folder), mtp_num_layers=2)
-    [model] = build_model(spec, layout=Layout(), load_hf=str(folder), wrap_ddp=False)
-    return [layer.eh_proj.weight.detach().tolist() for layer in unwrap(model).mtp.layers]
-
-
 def test_every_depth_has_its_own_weights(tmp_path):
     checkpoint(tmp_path, "deepseek")
     tensors = safetensors.load_file(tmp_path / "model.safetensors")
@@ -166,7 +158,14 @@ def test_every_depth_has_its_own_weights(tmp_path):
     second = {name.replace("layers.4.", "layers.5."): one.clone() for name, one in first.items()}
     second["model.layers.5.eh_proj.weight"] = tensors["model.layers.4.eh_proj.weight"] + 1
     safetensors.save_file(tensors | second, tmp_path / "model.safetensors")
-    [found] = run_ranks(1, partial(second_of, tmp_path))
+
+    def on_rank():
+        runtime.initialize(Layout())
+        spec = resolve(str(tmp_path), mtp_num_layers=2)
+        [model] = build_model(spec, layout=Layout(), load_hf=str(tmp_path), wrap_ddp=False)
+        return [layer.eh_proj.weight.detach().tolist() for layer in unwrap(model).mtp.layers]
+
+    [found] = run_ranks(1, on_rank)
     wanted = first["model.layers.4.eh_proj.weight"]
     assert found == [wanted.tolist(), (wanted + 1).tolist()]
 

@@ -21,15 +21,14 @@ def draw(dtype=torch.float64, scale=3.0):
     return logits.to(dtype), labels, grad
 
 
-def plain(logits, labels):
-    """The same by torch, [b, s] in float64."""
-    return logits.double().log_softmax(-1).gather(-1, labels.t()[..., None])[..., 0].t()
+def both(logits, labels, grad):
+    """Ours, and [b, s] in float64 by torch, each with the gradient of the logits."""
 
+    def plain(leaf):
+        return leaf.double().log_softmax(-1).gather(-1, labels.t()[..., None])[..., 0].t()
 
-def both(logits, labels, grad, group=None):
-    """Ours and torch's, each with the gradient of the logits."""
     results = []
-    for fn in (lambda x: vocab_parallel_log_probs(x, labels, group), lambda x: plain(x, labels)):
+    for fn in (lambda leaf: vocab_parallel_log_probs(leaf, labels, None), plain):
         leaf = logits.clone().requires_grad_()
         out = fn(leaf)
         out.backward(grad.to(out.dtype))

@@ -20,25 +20,17 @@ def test_select_refuses_what_is_not_there():
         platforms.select("cuda")
 
 
-@pytest.fixture
-def fresh(monkeypatch):
-    """As in a process that has not chosen a platform, on a machine with a GPU."""
+@pytest.mark.parametrize(("options", "in_use", "message"), [
+    ({}, False, "insist with hide_gpus=True"), ({"hide_gpus": True}, True, "already uses a GPU"),
+])  # fmt: skip
+def test_a_gpu_is_not_hidden_unasked_or_in_use(monkeypatch, options, in_use, message):
+    """In a process that has not chosen a platform, on a machine with a GPU."""
     monkeypatch.setattr(cpu, "_enabled", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
-@pytest.mark.usefixtures("fresh")
-def test_a_visible_gpu_is_not_overridden_unasked():
-    with pytest.raises(RuntimeError, match="insist with hide_gpus=True"):
-        cpu.enable()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    with pytest.raises(RuntimeError, match=message):
+        cpu.enable(**options)
     assert not cpu.enabled()
-
-
-@pytest.mark.usefixtures("fresh")
-def test_a_gpu_in_use_is_not_hidden(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="already uses a GPU"):
-        cpu.enable(hide_gpus=True)
 
 
 def test_cuda_names_mean_the_cpu():
