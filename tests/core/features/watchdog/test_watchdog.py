@@ -116,7 +116,7 @@ def test_nothing_is_watched_where_nobody_wants_it(config, model, monkeypatch):
 def test_lines_come_at_growing_intervals(caplog):
     with Watchdog(0.1).step(lambda: 0.0):
         time.sleep(0.8)
-    # After 0.1, 0.2 and 0.4 s, or later on a busy machine: each after twice the time of the one before.
+    # After 0.1, 0.2 and 0.4 s, or later on a busy machine: each after twice the time so far.
     waited = [float(re.search("has taken (\\S+) s", line)[1]) for line in lines(caplog)]
     assert len(waited) >= 2 and waited[0] >= 0.1
     assert all(later >= 1.95 * sooner for sooner, later in itertools.pairwise(waited))
