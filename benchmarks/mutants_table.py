@@ -266,10 +266,10 @@ _GRAPHS = (
         _G_PLACED,
     ),
     _graphs(
-        "unused-sets-stay",
+        "uncounted-sets-stay",
         "features/graphs/layers.py",
-        "        self._used.add(chosen)",
-        "        pass",
+        "            self._free = [*passes, *kept[: needs.kept]]",
+        "            self._free = [*passes, *kept]",
         _G_MEMORY,
     ),
     _graphs(
@@ -1028,4 +1028,115 @@ _BYTES = (
     ),
 )
 
-MUTANTS: tuple[Mutant, ...] = (*_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_DSA, *_ROUTES, *_BYTES)
+# One of every other feature -------------------------------------------------------------------
+
+_F = "tests/core/features"
+_feature = _area("feature", "tests/test_cases.py")
+_FEATURES = (
+    _feature(
+        "chunk-lengths-slowest", "features/chunk_lengths/chooser.py",
+        "return walk(plan, seconds_of(plan, self.cost)), len(plan.segments), chunk_tokens",
+        "return -walk(plan, seconds_of(plan, self.cost)), len(plan.segments), chunk_tokens",
+        f"{_F}/chunk_lengths/test_chunk_lengths.py",
+    ),
+    _feature(
+        "context-parallel-rows-as-gathered", "features/context_parallel/gathered.py",
+        "0, self._exchange.table(segment_order, self._lengths[index], view.device)",
+        "0, torch.arange(len(view), device=view.device)",
+        "tests/test_cases_on_ranks.py -k 'stock_schedules_step and cp2'",
+    ),
+    _feature(
+        "dealing-counts-first-rollout", "features/dealing/deal.py",
+        "= float(after[num - 1]), 0.0, remaining[num:]",
+        "= float(after[0]), 0.0, remaining[num:]",
+        f"{_F}/dealing/test_deal.py",
+    ),
+    _feature(
+        "experts-sums-not-running", "features/experts/ledger.py",
+        "            router.ga_steps += 1",
+        "            router.ga_steps += 0",
+        "tests/test_cases.py -k 'experts and global'",
+    ),
+    _feature(
+        "host-bytes-given-twice", "features/host/pool.py",
+        "            slab.give(start, size)",
+        "            slab.give(start, 2 * size)",
+        f"{_F}/host/test_offload.py",
+    ),
+    _feature(
+        "mla-gradient-not-summed", "features/mla/latent.py",
+        "dist.reduce_scatter_tensor(local, returned, group=self._group)",
+        "local.copy_(returned[: len(local)])",
+        "tests/test_cases_on_ranks.py -k 'stock_schedules_step and tp2_sp'",
+    ),
+    _feature(
+        "mtp-input-of-before", "features/mtp/tables.py",
+        "inputs[depth - 1, 1, : len(later)] = np.arange(len(later)) + span.start + depth",
+        "inputs[depth - 1, 1, : len(later)] = np.arange(len(later)) + span.start",
+        "tests/test_cases.py -k mtp",
+    ),
+    _feature(
+        "overlap-starts-too-soon", "features/overlap/reductions.py",
+        "            if entry.chunk != chunk or entry.place < layer:",
+        "            if entry.chunk != chunk:",
+        "tests/core/alignment/test_overlap.py",
+    ),
+    _feature(
+        "plan-files-of-other-rollouts", "features/plan_files/plan_file.py",
+        "            if in_file != in_step:",
+        "            if len(in_file) and not len(in_step):",
+        f"{_F}/plan_files/test_plan_table.py tests/core/alignment/test_pipeline.py",
+    ),
+    _feature(
+        "qat-calibration-unseen", "features/qat/quantisers.py",
+        "        if module._if_calib and not module._dynamic:",
+        "        if module._if_calib and module._dynamic:",
+        "tests/core/alignment/test_quantised.py",
+    ),
+    _feature(
+        "recompute-act-of-a-written-product", "features/recompute_act/activation.py",
+        "if product._version != self._version or not _is_apart(activated, product):",
+        "if not _is_apart(activated, product):",
+        f"{_F}/recompute_act/test_activation.py",
+    ),
+    _feature(
+        "recurrent-tail-of-others-lost", "features/recurrent/states.py",
+        "        return gradient, state, tail",
+        "        return gradient, state, None",
+        "tests/test_cases.py -k 'gdn or mamba'",
+    ),
+    _feature(
+        "totals-counted-twice", "features/totals/around.py",
+        "            self.shared += 1",
+        "            self.shared += 2",
+        f"{_F}/totals/test_totals.py",
+    ),
+    _feature(
+        "verify-lets-pass", "features/verify/judge.py",
+        "in worst.items() if units > 1),",
+        "in worst.items() if units > 1e30),",
+        f"{_F}/verify/test_verify.py",
+    ),
+    _feature(
+        "watch-does-not-remember", "features/watch/around.py",
+        "        kind.refusal = copy.copy(agree(refusal, groups, rank.device))  # no traceback: models",
+        "        agree(refusal, groups, rank.device)",
+        f"{_F}/watch/test_first_step.py tests/core/alignment/test_schedule_contract.py",
+    ),
+    _feature(
+        "watchdog-at-equal-intervals", "features/watchdog/watchdog.py",
+        "            next_s = 2 * seconds",
+        "            next_s = seconds + 0.1",
+        f"{_F}/watchdog/test_watchdog.py",
+    ),
+    _feature(
+        "windows-one-row-short", "features/windows/windowed.py",
+        "        hits = np.flatnonzero(offsets >= 0)",
+        "        hits = np.flatnonzero(offsets > 0)",
+        "tests/test_cases_on_ranks.py -k 'stock_schedules_step and cp2'",
+    ),
+)  # fmt: skip
+
+MUTANTS: tuple[Mutant, ...] = (
+    *_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_DSA, *_ROUTES, *_BYTES, *_FEATURES
+)  # fmt: skip

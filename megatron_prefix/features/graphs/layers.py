@@ -99,7 +99,6 @@ class LayerGraphs:
         self._seen: Counter[int] = Counter()
         self._free: list[SegmentGraphs] = []
         self._taken: dict[int, SegmentGraphs] = {}
-        self._used = weakref.WeakSet[SegmentGraphs]()
         self._recomputed: Collection[int] = ()
         self._addresses: tuple[float, ...] = ()
         self._is_new, self._watched, self._said = True, False, False
@@ -300,13 +299,9 @@ class LayerGraphs:
         self._addresses = ()
 
     def end_step(self) -> None:
-        """Whatever has happened, no segment is between its forward and its backward. Sets that no
-        segment of the step had are dropped: no plan counts their memory."""
+        """Whatever has happened, no segment is between its forward and its backward."""
         self._free += (graphs for graphs in self._taken.values() if graphs.layers is self.layers)
         self._taken.clear()
-        if self._used:
-            self._free = [graphs for graphs in self._free if graphs in self._used]
-            self._used.clear()
         self._recomputed = ()
 
     def _current_addresses(self) -> tuple[float, ...]:
@@ -342,7 +337,6 @@ class LayerGraphs:
             return
         chosen.form = form
         chosen.begin(provided, context)
-        self._used.add(chosen)
         self._taken[context.index] = chosen
 
     def _form(self, context: SegmentContext, hidden: Tensor) -> GraphForm:
