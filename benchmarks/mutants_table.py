@@ -1119,7 +1119,7 @@ _FEATURES = (
     ),
     _feature(
         "watch-does-not-remember", "features/watch/around.py",
-        "        kind.refusal = copy.copy(agree(refusal, groups, rank.device))  # no traceback: models",
+        "        kind.refusal = copy.copy(agree(refusal, groups, rank.device))",
         "        agree(refusal, groups, rank.device)",
         f"{_F}/watch/test_first_step.py tests/core/alignment/test_schedule_contract.py",
     ),
