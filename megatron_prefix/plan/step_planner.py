@@ -98,7 +98,7 @@ class StepPlanner:
         self.options = replace(config.tree_options(align, pad_multiple), joins=joins, even=even)
         self._shape = num_ranks, num_chunks
         self._memory = config.memory
-        self._lengths = _segment_lengths(config)
+        self._lengths = segment_lengths(config)
         # Longest segments have fewest launches; in a pipeline shorter ones may wait less.
         self._least = len(self._lengths) if config.segment_tokens == "auto" else min(2, num_ranks)
         self._fewest = FEWEST_SEGMENTS * num_ranks if num_ranks > 1 else 0
@@ -246,7 +246,8 @@ def fitting(forecasts: Iterator[Forecast]) -> Forecast:
     return first if first.settles else min([first, *forecasts], key=lambda forecast: forecast.order)
 
 
-def _segment_lengths(config: PrefixConfig) -> tuple[int, ...]:
+def segment_lengths(config: PrefixConfig) -> tuple[int, ...]:
+    """Most positions in a segment, all that a step may be planned with."""
     number = config.segment_tokens
     if config.plan_file or not number:
         return (0,)

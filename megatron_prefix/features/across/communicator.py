@@ -221,9 +221,9 @@ def delivered(rows: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
         sent = torch.from_numpy(rows[is_leaving]).to(device)
         nums = torch.tensor([len(sent), 0], device=device)
         _swapped([nums[:1], nums[1:]], peers, group)
-        got = torch.empty(int(nums[1]), rows.shape[1], dtype=torch.int32, device=device)
-        _swapped([sent, got], peers, group)
-        rows = np.concatenate([rows[~is_leaving], got.cpu().numpy()])
+        received = torch.empty(int(nums[1]), rows.shape[1], dtype=torch.int32, device=device)
+        _swapped([sent, received], peers, group)
+        rows = np.concatenate([rows[~is_leaving], received.cpu().numpy()])
     return rows
 
 

@@ -40,7 +40,7 @@ from megatron_prefix.plan.actions import POLICIES, Plan, policies
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.prediction import predict as predicted_times
-from megatron_prefix.plan.step_planner import FEWEST_SEGMENTS
+from megatron_prefix.plan.step_planner import FEWEST_SEGMENTS, segment_lengths
 from megatron_prefix.tree import Forest, TreeOptions, build
 
 HELP = """\
@@ -107,8 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 TEXTS = {
     "segment_tokens": "most positions in one forward (a single span may exceed it); 0: no limit;"
-    " auto: the length with the shortest predicted step. In a pipeline, as in a run, and with"
-    " --chunk-tokens auto, N, N/2, N/4, ... are tried (default {})",
+    " auto: the length with the shortest predicted step. In a pipeline N/2, N/4 and"
+    " N/8 are tried, too, as in a run; with --chunk-tokens auto N, N/2, N/4, ... (default {})",
     "across_ranks": "plan all ranks together: a prefix that several data-parallel ranks share runs"
     " on one of them. auto and on do the same here (default: off)",
 }
@@ -214,7 +214,7 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     model = model if model.vocab_size else model.with_vocab(largest + 1)
     pairs = pairs_of_groups(groups, model.needs_tails)
     steps: list[_PlannedStep] = []
-    lengths = _segment_lengths(args, layout.pp)
+    lengths = _segment_lengths(args, config, layout.pp)
     for length in watched(args, lengths, "lengths of segments planned", len(lengths)):
         config, forest = _cut(args, layout, model, pairs, replace(config, segment_tokens=length))
         plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
@@ -228,15 +228,17 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     return min(steps, key=lambda step: _predicted(step).prefix_seconds)
 
 
-def _segment_lengths(args: argparse.Namespace, num_ranks: int) -> tuple[int, ...]:
-    """Lengths of segments to try: of "auto" all; in a pipeline, and beside chunks that are "auto",
-    halves, too."""
+def _segment_lengths(
+    args: argparse.Namespace, config: PrefixConfig, num_ranks: int
+) -> tuple[int, ...]:
+    """Lengths of segments to try: of "auto" all, beside chunks that are "auto" halves, too, in a
+    pipeline those of a run."""
     if args.segment_tokens == "auto":
         return (*reversed(SEGMENT_TOKENS), LEAST_SEGMENT)
+    if args.chunk_tokens != "auto":
+        return segment_lengths(config) if num_ranks > 1 else (args.segment_tokens,)
     halves = (args.segment_tokens >> by for by in range(1, args.segment_tokens.bit_length()))
-    shorter = [length for length in halves if length >= LEAST_SEGMENT]
-    has_choice = args.chunk_tokens == "auto" or num_ranks > 1
-    return (args.segment_tokens, *(shorter if has_choice else ()))
+    return (args.segment_tokens, *(length for length in halves if length >= LEAST_SEGMENT))
 
 
 def _fills(args: argparse.Namespace, num_ranks: int, steps: Sequence[_PlannedStep]) -> bool:
