@@ -71,15 +71,14 @@ def rows(options: argparse.Namespace) -> Iterator[Sequence[str]]:
             for vpp in (1, *options.vpp) if pp > 1 else (1,):
                 layout = "--dp", str(dp), "--pp", str(pp), "--vpp", str(vpp)
                 begin = time.process_time()
-                found = planned(path, *layout, "--model", options.model)
-                seconds = time.process_time() - begin
                 with tempfile.NamedTemporaryFile("r", encoding="utf-8", suffix=".csv") as file:
-                    planned(path, *layout, "--model", options.model, "--csv", file.name)
+                    result = planned(path, *layout, "--model", options.model, "--csv", file.name)
+                    seconds = time.process_time() - begin
                     plan = from_csv(Path(file.name).read_text(encoding="utf-8"))
                 yield (
                     Path(path).name.partition(".")[0], str(dp), f"{pp} x {vpp}",
-                    f"{found['predicted_speedup']:.2f}x", f"{found['bubble_fraction']:.1%}",
-                    f"{found['segments']:,}", f"{found['segment_tokens']:,}", f"{seconds:.1f}",
+                    f"{result['predicted_speedup']:.2f}x", f"{result['bubble_fraction']:.1%}",
+                    f"{result['segments']:,}", f"{result['segment_tokens']:,}", f"{seconds:.1f}",
                     f"{split_backward(plan) - 1:+.1%}",
                 )  # fmt: skip
 
