@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import make_dataclass, replace
 from typing import NamedTuple
 
 from tests.cases import FAMILIES, LAYOUTS
@@ -28,156 +28,80 @@ class Axis(NamedTuple):
         return (*self.plain, *self.odd)
 
 
+def _axis(plain: str, odd: str = "") -> Axis:
+    """Of values that are words."""
+    return Axis(tuple(plain.split()), tuple(odd.split()))
+
+
 AXES: dict[str, Axis] = {
     # The model.
-    "model": Axis(
-        ("gqa", "dense", "qk_norm", "mla", "windows"),
-        (
-            *("aux_loss", "seq_aux_loss", "z_loss", "record", "replay_forward", "gated_delta_net"),
-            *("expert_bias", "mtp"),
-        ),
-    ),
-    "dtype": Axis(("float64", "float32")),
+    "model": _axis("gqa dense qk_norm mla windows",
+        "aux_loss seq_aux_loss z_loss record replay_forward gated_delta_net expert_bias mtp"),
+    "dtype": _axis("float64 float32"),
     # "bare": ranks without a wrapper that reduces, each of which looks at its own gradients.
-    "ddp": Axis(("none", "wrapped"), ("bare", "overlapped")),
-    "recompute": Axis(("none", "full")),
-    "dropout": Axis(("none",), ("hidden", "attention")),
+    "ddp": _axis("none wrapped", "bare overlapped"),
+    "recompute": _axis("none full"),
+    "dropout": _axis("none", "hidden attention"),
     # How the model is wrapped, and what it returns.
-    "wrapper": Axis(
-        ("none",),
-        (
-            *("owns", "owns_derived", "decoder_property", "decoder_derived", "no_decoder"),
-            *("super_plain", "super_derived", "instance_forward", "embedding_property"),
-        ),
-    ),
-    "head": Axis(
-        ("none",), ("dict", "tuple", "dataclass", "n_minus_1", "scalar", "log_probs", "value")
-    ),
+    "wrapper": _axis("none",
+        "owns owns_derived decoder_property decoder_derived no_decoder super_plain super_derived"
+        " instance_forward embedding_property"),
+    "head": _axis("none", "dict tuple dataclass n_minus_1 scalar log_probs value"),
     # Batches.
-    "form": Axis(("rows", "one", "thd", "thd_padded")),
-    "lengths": Axis(("varied", "equal")),
-    "tree": Axis(("groups", "shuffled", "turns", "copies"), ("unshared", "on_all_ranks")),
-    "batch": Axis(
-        ("fresh",),
-        (
-            *("dict_refilled", "list_refilled", "slots_refilled", "object_refilled"),
-            *("static_copy", "static_data", "static_numpy"),
-            *("tensordict", "index", "get_next"),
-        ),
-    ),
-    "static": Axis(("all",), ("tokens", "labels", "loss_mask", "packing", "masks", "weight")),
-    "mask": Axis(
-        ("none",), ("causal", "causal_cut", "pad_2d", "padding_mask", "future", "future_one")
-    ),
-    "positions": Axis(("none", "given")),
-    "arguments": Axis(("keyword",), ("positional", "mixed")),
-    "context": Axis(("none",), ("empty_dict", "empty_list", "object")),
+    "form": _axis("rows one thd thd_padded"),
+    "lengths": _axis("varied equal"),
+    "tree": _axis("groups shuffled turns copies", "unshared on_all_ranks"),
+    "batch": _axis("fresh",
+        "dict_refilled list_refilled slots_refilled object_refilled static_copy static_data"
+        " static_numpy tensordict index get_next"),
+    "static": _axis("all", "tokens labels loss_mask packing masks weight"),
+    "mask": _axis("none", "causal causal_cut pad_2d padding_mask future future_one"),
+    "positions": _axis("none given"),
+    "arguments": _axis("keyword", "positional mixed"),
+    "context": _axis("none", "empty_dict empty_list object"),
     # The loss.
-    "labels": Axis(("given", "absent")),
-    "loss_mask": Axis(("given", "absent")),
-    "loss": Axis(
-        ("token_mean", "token_sum"),
-        ("per_sample", "sequence", "entropy", "preference", "last", "distil"),
-    ),
-    "in_place": Axis(("no",), ("div", "masked_fill")),
-    "returns": Axis(("two", "three", "per_token")),
-    "reads": Axis(("masked",), ("all_detached", "all")),
+    "labels": _axis("given absent"),
+    "loss_mask": _axis("given absent"),
+    "loss": _axis("token_mean token_sum", "per_sample sequence entropy preference last distil"),
+    "in_place": _axis("no", "div masked_fill"),
+    "returns": _axis("two three per_token"),
+    "reads": _axis("masked", "all_detached all"),
     # What is written where.
-    "writes": Axis(
-        ("nothing", "self_attribute"),
-        (
-            *("closure", "dict_item", "list_item", "object_in_list", "tensor", "class_attribute"),
-            *("model_attribute", "module_global", "global_in_helper", "deque"),
-        ),
+    "writes": _axis("nothing self_attribute",
+        "closure dict_item list_item object_in_list tensor class_attribute model_attribute"
+        " module_global global_in_helper deque"),
+    "leaves": _axis("nothing list", "dict counter tensor next_step ema"),
+    "draws": _axis("nothing", "step loss both python numpy"),
+    "calls": _axis(
+        "once", "reference_before reference_in_loss other_before other_in_loss twice not_at_all",
     ),
-    "leaves": Axis(("nothing", "list"), ("dict", "counter", "tensor", "next_step", "ema")),
-    "draws": Axis(("nothing",), ("step", "loss", "both", "python", "numpy")),
-    "calls": Axis(
-        ("once",),
-        (
-            *("reference_before", "reference_in_loss", "other_before", "other_in_loss"),
-            *("twice", "not_at_all"),
-        ),
+    "around": _axis(
+        "none", "reentrant checkpoint autocast autocast_off saved_hooks function_mode grad_switch",
     ),
-    "around": Axis(
-        ("none",),
-        (
-            *("reentrant", "checkpoint", "autocast", "autocast_off", "saved_hooks"),
-            *("function_mode", "grad_switch"),
-        ),
-    ),
-    "hook": Axis(
-        ("none",),
-        ("clip", "regulariser", "activation_read", "output_scale", "noise", "functional_dropout"),
-    ),
-    "session": Axis(
-        ("train", "evaluate", "evaluate_then_train", "train_thrice"),
-        (
-            *("scale_changed", "inv_freq_changed", "train_eval_mixed", "mode_in_step", "uneven"),
-            *("evaluate_with_gradients", "train_long"),
-        ),
-    ),
-    "exchange": Axis(("none",), ("in_loss", "in_step")),
-    "raises": Axis(("none",), ("before_call", "after_call", "in_loss", "data_ends")),
+    "hook": _axis("none", "clip regulariser activation_read output_scale noise functional_dropout"),
+    "session": _axis("train evaluate evaluate_then_train train_thrice",
+        "scale_changed inv_freq_changed train_eval_mixed mode_in_step uneven"
+        " evaluate_with_gradients train_long"),
+    "exchange": _axis("none", "in_loss in_step"),
+    "raises": _axis("none", "before_call after_call in_loss data_ends"),
     # What a forward step sets on the model for its microbatch, and what its loss is scaled by.
-    "sets": Axis(
-        ("nothing",),
-        (*("slot", "number", "flag", "tensor", "buffer", "dict", "list", "object"), "z_loss_coeff"),
-    ),
-    "scale": Axis(("none",), ("constant", "by_microbatch", "by_list_item")),
+    "sets": _axis("nothing", "slot number flag tensor buffer dict list object z_loss_coeff"),
+    "scale": _axis("none", "constant by_microbatch by_list_item"),
     # What a trainer does from its fourth step on.
-    "late": Axis(("nothing",), ("second_call", "outside_mask")),
+    "late": _axis("nothing", "second_call outside_mask"),
     # Ours.
-    "options": Axis(("small", "whole", "recompute", "light"), ("across_ranks",)),
-}
+    "options": _axis("small whole recompute light", "across_ranks"),
+}  # fmt: skip
 DRAWN_LAYOUTS = {1: ("one",), 2: ("tp2", "tp2_sp", "pp2", "cp2", "dp2", "ep2")}
 """By number of ranks."""
 EXPERTS = tuple(name for name, family in FAMILIES.items() if family.preset == "tiny-moe")
 """Models with experts."""
 _LAST = {name: axis.plain[0] for name, axis in AXES.items()}
+_FIELDS = [("seed", int), ("layout", str, "one"), *((n, str, v) for n, v in _LAST.items())]
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(make_dataclass("Fields", _FIELDS, frozen=True)):
     """One trainer; every field but the first two is an axis."""
-
-    seed: int
-    layout: str = "one"
-    model: str = "gqa"
-    dtype: str = "float64"
-    ddp: str = "none"
-    recompute: str = "none"
-    dropout: str = "none"
-    wrapper: str = "none"
-    head: str = "none"
-    form: str = "rows"
-    lengths: str = "varied"
-    tree: str = "groups"
-    batch: str = "fresh"
-    static: str = "all"
-    mask: str = "none"
-    positions: str = "none"
-    arguments: str = "keyword"
-    context: str = "none"
-    labels: str = "given"
-    loss_mask: str = "given"
-    loss: str = "token_mean"
-    in_place: str = "no"
-    returns: str = "two"
-    reads: str = "masked"
-    writes: str = "nothing"
-    leaves: str = "nothing"
-    draws: str = "nothing"
-    calls: str = "once"
-    around: str = "none"
-    hook: str = "none"
-    session: str = "train"
-    exchange: str = "none"
-    raises: str = "none"
-    sets: str = "nothing"
-    scale: str = "none"
-    late: str = "nothing"
-    options: str = "small"
 
     def __str__(self) -> str:
         """Seed, layout, and what is not the simplest."""
@@ -283,10 +207,12 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     value = case.head == "value"  # another output layer, and no class around the model
     head = case.head != "none" and not value
     wrapped = case.wrapper != "none" or head or case.context != "none"
+    delta, reentrant = case.model == "gated_delta_net", case.around == "reentrant"
+    replays, recomputes = case.model in ("record", "replay_forward"), case.recompute != "none"
     samples = ("per_sample", "sequence", "preference", "last")  # losses on whole samples
     yield case.layout == "ep2" and not moe, {"model": "aux_loss"}
     yield moe and case.layout in ("tp2", "tp2_sp", "cp2", "pp2"), {"model": "gqa"}
-    yield case.model == "gated_delta_net" and (case.packed or not one), {"model": "gqa"}
+    yield delta and (case.packed or not one), {"model": "gqa"}
     # Stock is wrong here; and what is refused here is tested elsewhere.
     yield case.model == "mla" and case.layout == "tp2", {"model": "gqa"}
     yield not one and case.ddp == "none", {"ddp": "wrapped"}
@@ -296,9 +222,8 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield case.tree == "on_all_ranks" and not together, {"tree": "groups"}
     yield case.options == "across_ranks" and not together, {"options": "small"}
     # Near ties between experts, and float32 recurrences, have no place in a comparison.
-    yield (moe or case.model == "gated_delta_net") and case.dtype != "float64", {"dtype": "float64"}
-    exact = moe or case.model == "gated_delta_net"
-    yield case.around == "autocast" and (exact or not one), {"around": "none"}
+    yield (moe or delta) and case.dtype != "float64", {"dtype": "float64"}
+    yield case.around == "autocast" and (moe or delta or not one), {"around": "none"}
     yield case.around == "autocast" and case.dtype != "float32", {"dtype": "float32"}
     # Megatron's local layers have no backward under autocast.
     yield case.around == "autocast" and case.session != "evaluate", {"session": "evaluate"}
@@ -319,7 +244,7 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     # Masks of rows.
     yield case.packed and case.mask not in ("none", "padding_mask"), {"mask": "none"}
     yield not one and case.mask != "none", {"mask": "none"}
-    yield case.model == "gated_delta_net" and case.mask != "none", {"mask": "none"}
+    yield delta and case.mask != "none", {"mask": "none"}
     yield case.layout in ("cp2", "tp2_sp") and case.form == "thd", {"form": "thd_padded"}
     yield case.layout == "cp2" and case.positions == "given", {"positions": "none"}
     # What needs logits, and heads that make their own.
@@ -350,8 +275,8 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield head and case.arguments == "positional", {"arguments": "keyword"}
     yield head and case.calls.startswith("other"), {"calls": "once"}
     yield case.head == "scalar" and case.wrapper.endswith("derived"), {"wrapper": "none"}
-    yield case.around == "reentrant" and case.in_place != "no", {"in_place": "no"}
-    yield case.model == "gated_delta_net" and wrapped, {"model": "gqa"}
+    yield reentrant and case.in_place != "no", {"in_place": "no"}
+    yield delta and wrapped, {"model": "gqa"}
     yield case.context != "none" and case.arguments == "positional", {"arguments": "keyword"}
     # More than one call, or none, does not fit the stock pipeline's messages.
     yield case.calls != "once" and case.layout == "pp2", {"calls": "once"}
@@ -360,38 +285,29 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield case.calls == "not_at_all" and not one, {"calls": "once"}
     yield case.calls == "not_at_all" and case.head != "none", {"head": "none"}
     yield value and case.calls.startswith("other"), {"calls": "once"}
-    yield case.calls != "once" and case.around == "reentrant", {"calls": "once"}
-    yield case.model in ("record", "replay_forward") and case.calls != "once", {"calls": "once"}
-    yield case.model in ("record", "replay_forward") and not one, {"model": "aux_loss"}
-    yield (
-        case.model in ("record", "replay_forward") and case.recompute != "none",
-        {"recompute": "none"},
-    )
-    yield case.model in ("record", "replay_forward") and case.around != "none", {"around": "none"}
+    yield case.calls != "once" and reentrant, {"calls": "once"}
+    yield replays and case.calls != "once", {"calls": "once"}
+    yield replays and not one, {"model": "aux_loss"}
+    yield replays and recomputes, {"recompute": "none"}
+    yield replays and case.around != "none", {"around": "none"}
     yield (
         case.around in ("reentrant", "checkpoint") and (moe or case.layout != "one"),
         {"around": "none"},
     )
+    yield reentrant and case.head in ("dict", "dataclass", "tuple"), {"around": "none"}
+    yield reentrant and recomputes, {"recompute": "none"}
+    yield reentrant and case.hook == "activation_read", {"hook": "none"}
     yield (
-        case.around == "reentrant" and case.head in ("dict", "dataclass", "tuple"),
-        {"around": "none"},
-    )
-    yield case.around == "reentrant" and case.recompute != "none", {"recompute": "none"}
-    yield case.around == "reentrant" and case.hook == "activation_read", {"hook": "none"}
-    yield (
-        case.around in ("checkpoint", "grad_switch", "saved_hooks") and case.recompute != "none",
+        case.around in ("checkpoint", "grad_switch", "saved_hooks") and recomputes,
         {"recompute": "none"},
     )
-    yield case.hook == "activation_read" and case.recompute != "none", {"recompute": "none"}
+    yield case.hook == "activation_read" and recomputes, {"recompute": "none"}
     yield case.hook != "none" and case.layout in ("pp2", "cp2", "tp2_sp"), {"hook": "none"}
     yield case.dropout != "none" and not one, {"dropout": "none"}
     yield case.session == "uneven" and case.layout != "dp2", {"session": "train"}
     yield case.exchange != "none" and case.layout not in ("dp2", "ep2", "one"), {"exchange": "none"}
     yield case.raises != "none" and case.layout == "pp2", {"raises": "none"}
-    yield (
-        case.session == "train_eval_mixed" and case.model == "gated_delta_net",
-        {"session": "train"},
-    )
+    yield case.session == "train_eval_mixed" and delta, {"session": "train"}
     yield case.tree == "unshared" and case.static == "packing", {"tree": "groups"}
     yield case.sets != "nothing" and not (one or together), {"sets": "nothing"}
     yield case.sets == "z_loss_coeff" and case.model != "z_loss", {"sets": "nothing"}
@@ -403,8 +319,8 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     again = case.late == "second_call"
     yield again and case.calls != "once", {"late": "nothing"}
     yield again and (case.layout == "pp2" or case.head == "scalar"), {"late": "nothing"}
-    yield again and case.around == "reentrant", {"late": "nothing"}
-    yield again and case.model in ("record", "replay_forward"), {"late": "nothing"}
+    yield again and reentrant, {"late": "nothing"}
+    yield again and replays, {"late": "nothing"}
     outside = case.late == "outside_mask"
     yield outside and (head or case.loss_mask == "absent"), {"late": "nothing"}
     yield outside and case.reads != "masked", {"reads": "masked"}
@@ -422,6 +338,3 @@ def settle(case: Case) -> Case:
         else:
             return case
     raise ValueError(f"the rules do not settle: {dataclasses.asdict(case)}")
-
-
-assert [field.name for field in fields(Case)][2:] == [*AXES]  # the axes are the fields

@@ -36,7 +36,6 @@ from tests.oracle.model import (
     Output,
     Parts,
     Slotted,
-    by_place,
     entropy,
     log_probs,
     scale_of_list_item,
@@ -663,6 +662,3 @@ def copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(copied(one) for one in value)
     return value
-
-
-__all__ = ["SESSIONS", "Boom", "Call", "Trainer", "by_place", "copied", "seed_all"]
