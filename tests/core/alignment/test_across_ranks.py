@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab import numerics, runtime
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
@@ -18,13 +18,11 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.refusals.table import ACROSS_UNREDUCED
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.command_line import BUNDLED, forked, run
 from tests.harness.data import REPOSITORY
 from tests.harness.one_rank import small_model
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
 from tests.harness.trees import trie_size
 
 SMALL = "--groups 2 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
@@ -65,7 +63,7 @@ def unwrapped(config, says):
     own gradients are the stock schedule's, and why nothing crossed. Their sums always are."""
     runtime.initialize(Layout(dp=2))
     items = [steps.group(seed, 2)[dist.get_rank()] for seed in range(3)]
-    contract, found = Contract(per_token=True), []
+    contract, found = steps.Contract(per_token=True), []
     ours = PrefixSchedule(config, says)
     for schedule in (stock_schedule(), ours):
         model = small_model(dtype=torch.float64, wrap_ddp=False)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.data.generate import generate
@@ -22,7 +22,6 @@ from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.execute.memory_control import MemoryControl
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.data import BUNDLED
 from tests.harness.predicted import predicted_bytes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
@@ -20,16 +20,14 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
 
 EP2 = Layout(dp=2, ep=2)
 PP2_EP2 = Layout(pp=2, dp=2, ep=2)
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=24)
 PACKED = PrefixConfig(min_gain=0)
-CONTRACT = Contract(per_token=True)
+CONTRACT = steps.Contract(per_token=True)
 
 
 @dataclass(frozen=True)

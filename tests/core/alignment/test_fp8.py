@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab.cli.matrix import align_row
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
@@ -24,7 +24,6 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.lab.verify.matrix import Row
 from megatron_prefix.layers import precision
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import change_rank, one_rank, small_model
 
 LARGEST = 448.0

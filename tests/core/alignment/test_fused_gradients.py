@@ -7,14 +7,12 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_group import items
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
-from tests.harness.steps import Contract
 
 NAME = "fused_weight_gradient_mlp_cuda"
 
@@ -50,7 +48,7 @@ def updates(schedule, **options):
     found = []
     for _ in range(3):
         model.zero_grad_buffer()
-        steps.call(schedule, Contract().step, model, data)
+        steps.call(schedule, steps.Contract().step, model, data)
         found.append({n: p.main_grad.clone() for n, p in model.named_parameters()})
         with torch.no_grad():
             for parameter in model.parameters():

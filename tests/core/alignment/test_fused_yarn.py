@@ -6,25 +6,23 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.rl import packing
 from megatron_prefix.layers import fused_yarn, table
 from megatron_prefix.refusals.table import FUSED_YARN
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid, steps
 from tests.harness.one_rank import small_model
 from tests.harness.own_delta import Packed
-from tests.harness.steps import Contract
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 EXACT = hybrid.limit(128, 3)
 ITEMS = hybrid.items()
 PACKS = [packing.pack(ITEMS[at : at + 4]) for at in range(0, len(ITEMS), 4)]
-FORMS: dict[str, tuple[Contract, list[Any]]] = {
-    "rows": (Contract(), ITEMS), "packs": (Packed(), PACKS)
+FORMS: dict[str, tuple[steps.Contract, list[Any]]] = {
+    "rows": (steps.Contract(), ITEMS), "packs": (Packed(), PACKS)
 }  # fmt: skip
 
 
@@ -81,7 +79,7 @@ def test_packs_and_rows_in_one_step_are_refused():
     number = iter(range(2))
 
     def step(iterator, model):
-        return (Packed() if next(number) else Contract()).step(iterator, model)
+        return (Packed() if next(number) else steps.Contract()).step(iterator, model)
 
     with pytest.raises(CannotShare) as caught:
         steps.call(ours, step, model, [ITEMS[0], PACKS[1]])

@@ -22,7 +22,6 @@ from tests.harness import hybrid, steps
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
-from tests.harness.steps import Contract
 
 RELEASE = Version(megatron.core.__version__)
 EXACT = 1e-9
@@ -45,7 +44,7 @@ def families():
         made = {}
         for name in (GDN, MAMBA):
             twin = hybrid.model_of(name, wrap_ddp=False)
-            expected = steps.plain(twin, Contract(), hybrid.items())
+            expected = steps.plain(twin, steps.Contract(), hybrid.items())
             made[name] = Family(hybrid.model_of(name), twin, expected)
         yield made
         made.clear()
@@ -167,11 +166,11 @@ def test_a_reference_calls_no_kernels(families, name, monkeypatch):
     for model in (reference, twin):
         _take_kernels(model, monkeypatch)
     by_definition(reference)
-    found = steps.plain(reference, Contract(), hybrid.items())
+    found = steps.plain(reference, steps.Contract(), hybrid.items())
     for parameter, wanted in expected.gradients.items():
         assert torch.equal(found.gradients[parameter], wanted)
     with pytest.raises(TypeError, match="NoneType"):
-        steps.plain(twin, Contract(), hybrid.items())
+        steps.plain(twin, steps.Contract(), hybrid.items())
 
 
 def _take_kernels(model, patch):

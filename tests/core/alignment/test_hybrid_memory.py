@@ -14,7 +14,6 @@ from tests.harness.failures import Countdown, Fault, raised
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
 from tests.harness.predicted import counted_step
-from tests.harness.steps import Contract
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
@@ -120,7 +119,7 @@ def test_nothing_is_left(name, place, way, monkeypatch):
 
     def run():
         with saved.counting():
-            return steps.run(ours, Contract().step, model, hybrid.items()).gradients
+            return steps.run(ours, steps.Contract().step, model, hybrid.items()).gradients
 
     expected = run()
     gc.collect()

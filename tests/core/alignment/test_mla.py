@@ -15,7 +15,6 @@ from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import small_model
-from tests.harness.steps import Contract
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
@@ -42,7 +41,7 @@ def test_a_backward_casts_as_its_forward_did():
 @functools.cache
 def expected():
     """By plain autograd."""
-    return steps.plain(model_of({}, wrap_ddp=False), Contract(), hybrid.items())
+    return steps.plain(model_of({}, wrap_ddp=False), steps.Contract(), hybrid.items())
 
 
 def test_frozen_weights():
@@ -54,8 +53,8 @@ def test_frozen_weights():
         return model
 
     twin, model = (freeze(model_of({}, wrap_ddp=False)) for _ in "ab")
-    wanted = steps.plain(twin, Contract(), hybrid.items())
-    steps.call(schedule_with(chunk_tokens=7), Contract().step, model, hybrid.items())
+    wanted = steps.plain(twin, steps.Contract(), hybrid.items())
+    steps.call(schedule_with(chunk_tokens=7), steps.Contract().step, model, hybrid.items())
     found = steps.gradients(model)
     for name, parameter in model.named_parameters():
         largest = (found[name] - wanted.gradients[name]).abs().max()
@@ -132,7 +131,7 @@ def test_equal_rotary_embeddings_have_one_table():
         last.inv_freq_inter = 2 * last.inv_freq_inter
         last.forward.cache_clear() if hasattr(last.forward, "cache_clear") else None
         type(last).forward.cache_clear()
-    changed = steps.plain(twin, Contract(), hybrid.items())
+    changed = steps.plain(twin, steps.Contract(), hybrid.items())
     assert hybrid.worst(model, expected()) > 1e-3
     assert hybrid.worst(model, changed) <= EXACT
     assert len({id(t) for t, _ in rotary.tables.values()}) == 2

@@ -9,14 +9,13 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import step_planner
 from megatron_prefix.run.execute import memory_control
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.calls import VOCAB, Form, Trainer, assert_shared, run_step
 from tests.harness.own_heads import HEADS, HeadForm, HeadTrainer, put_into
 from tests.harness.ranks import check_cases, run_ranks

@@ -7,10 +7,9 @@ from unittest import mock
 import pytest
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, get_forward_backward_func
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.plan.step_planner import StepPlanner
-from megatron_prefix.run.schedule import get_forward_backward_func
 from tests.harness import one_group
 from tests.harness.one_group import run, schedule_with
 from tests.harness.one_rank import small_model

@@ -4,12 +4,11 @@ import contextlib
 
 import pytest
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.host.segment import OffloadedSegment
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.rl.step_parts import watching
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.arenas import offloaders
 from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.features.overlap import reductions as overlap
 from megatron_prefix.lab import runtime
@@ -24,7 +24,6 @@ from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.ranks import run_ranks
 from tests.harness.reductions import Watch, Watched
 

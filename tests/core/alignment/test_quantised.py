@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.qat import quantisers
 from megatron_prefix.lab.data.rollouts import dense_vocabulary
@@ -20,11 +20,9 @@ from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.lab.verify.matrix import SHAPES
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.trainers.registry import installed
 from tests.harness import quantised, steps
 from tests.harness.ranks import check_cases, run_ranks
-from tests.harness.steps import Contract
 
 BY_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN_CFG"
 INT8_WEIGHTS = {"num_bits": 8, "axis": 0}
@@ -178,12 +176,12 @@ def _calibrated():
     ):
         (model,) = build_model(spec, dtype="float64")
     schedule = PrefixSchedule(PrefixConfig(mode="on", min_gain=0))
-    steps.call(schedule, Contract().step, model, steps.group(0, 2))
+    steps.call(schedule, steps.Contract().step, model, steps.group(0, 2))
     _changed(unwrap(model), _if_calib=True)
     with pytest.raises(CannotShare, match="which is being calibrated") as caught:
-        steps.call(schedule, Contract().step, model, steps.group(0, 2))
+        steps.call(schedule, steps.Contract().step, model, steps.group(0, 2))
     auto = PrefixSchedule(PrefixConfig(mode="auto", min_speedup=0.01))
-    steps.call(auto, Contract().step, model, steps.group(0, 2))
+    steps.call(auto, steps.Contract().step, model, steps.group(0, 2))
     assert auto.report is not None and auto.report.fallback_count == 1
     return [str(caught.value), auto.report.decision.reason]
 

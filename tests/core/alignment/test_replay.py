@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.experts.routers import routers as routers_in
 from megatron_prefix.lab import runtime
@@ -23,19 +23,17 @@ from megatron_prefix.lab.rl import batches
 from megatron_prefix.lab.rl.metrics import of_report
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
 from tests.harness.trees import with_routes
 
 LAYERS, EXPERTS, ROLLOUTS = 2, 4, 4
 SIZES = {"num_layers": LAYERS, "num_moe_experts": EXPERTS}
 ROUTED = {"moe_enable_routing_replay": True, "moe_router_enable_expert_bias": True,
           "moe_router_score_function": "sigmoid"}  # fmt: skip
-CONTRACT = Contract()
+CONTRACT = steps.Contract()
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=24, memory="recompute")
 
 

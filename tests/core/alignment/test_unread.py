@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
 
 CONFIG = PrefixConfig(min_gain=0, kernel="math", mode="on")
 
@@ -72,9 +70,9 @@ def num_read(forest):
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize(
     ("contract", "options", "recompute"),
-    [(Contract(), {}, "none"), (Contract(logits=True), {}, "full"),
-     (Contract(logits=True), {"segment_tokens": 8, "chunk_tokens": 4}, "none"),
-     (Contract(), {"memory": "recompute"}, "full")],
+    [(steps.Contract(), {}, "none"), (steps.Contract(logits=True), {}, "full"),
+     (steps.Contract(logits=True), {"segment_tokens": 8, "chunk_tokens": 4}, "none"),
+     (steps.Contract(), {"memory": "recompute"}, "full")],
 )  # fmt: skip
 def test_only_what_is_read_is_computed(contract, options, recompute):
     model = small_model(recompute=recompute, wrap_ddp=False)
@@ -98,7 +96,7 @@ def test_routers_see_all_positions():
     model = small_model("tiny-moe", wrap_ddp=False)
     schedule = PrefixSchedule(CONFIG)
     with counted(model) as seen:
-        steps.run(schedule, Contract().step, model, items())
+        steps.run(schedule, steps.Contract().step, model, items())
     forest = schedule.report.forest
     assert seen["mlp 1"] == seen["mlp 0"] == forest.executed_tokens
     assert seen["output"] == num_read(forest)
@@ -116,7 +114,7 @@ def gradients_of(name, layers):
         resolve(name, num_layers=2).with_vocab(64), layout=layout, dtype=torch.float64,
         config_overrides={"pipeline_model_parallel_layout": layers},
     )  # fmt: skip
-    steps.run(PrefixSchedule(CONFIG), Contract().step, model, items())
+    steps.run(PrefixSchedule(CONFIG), steps.Contract().step, model, items())
     # A stage counts its layers from 0, and names with the model's numbers are the same in both.
     return {
         name: parameter.main_grad.clone() for name, parameter in global_parameters(unwrap(model))

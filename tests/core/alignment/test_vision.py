@@ -8,12 +8,11 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.verify.judge import longest_sums
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.install import language_model
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid, steps, vision, vision_own
 from tests.harness.calls import Form, assert_shared, run_step
 from tests.harness.ranks import check_cases

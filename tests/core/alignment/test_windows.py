@@ -11,7 +11,6 @@ from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
 from tests.harness import hybrid, steps
 from tests.harness.one_rank import small_model
-from tests.harness.steps import Contract
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
@@ -22,7 +21,7 @@ def window(left, every=2, **more):
     return {"window_size": (left, 0), "window_attn_skip_freq": every, **more}
 
 
-CONTRACT, ITEMS = Contract(), hybrid.items()
+CONTRACT, ITEMS = steps.Contract(), hybrid.items()
 
 
 def model_of(overrides, **options):
@@ -70,7 +69,7 @@ def test_any_pair_is_a_window(given):
 
 @functools.cache
 def five():
-    return steps.plain(model_of(window(5), wrap_ddp=False), Contract(), hybrid.items())
+    return steps.plain(model_of(window(5), wrap_ddp=False), steps.Contract(), hybrid.items())
 
 
 def test_the_layer_says_what_its_window_is():

@@ -12,13 +12,11 @@ import pytest
 from megatron.core import pipeline_parallel
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_prefix import auto
+from megatron_prefix import PrefixConfig, PrefixSchedule, auto
 from megatron_prefix.auto import first_line
 from megatron_prefix.auto.settings import FIELDS, described_config, flag, read_config, variable
 from megatron_prefix.auto.swap import NAME
-from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers.table import NEMO_RL
 from tests.harness.data import REPOSITORY
 
@@ -103,7 +101,6 @@ from megatron_prefix.lab.platforms import cpu
 cpu.enable()
 from megatron.core.pipeline_parallel import get_forward_backward_func as early, schedules
 assert early is schedules.get_forward_backward_func and early.stock is not early
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers.table import NEMO_RL
 made = early(1, None)
 assert isinstance(made, PrefixSchedule) and made.config.min_gain == 7, made

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.features.host.part import offload_refusal
 from megatron_prefix.lab.models.build import unwrap
@@ -21,10 +21,8 @@ from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install
 from megatron_prefix.refusals import table
 from megatron_prefix.refusals.table import OPTIONS
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.steps import Contract
 
 # Megatron's option: a value that turns it on. With "experts", only where there are some.
 VALUES = {
@@ -137,17 +135,17 @@ def test_weights_are_quantised_once_a_step(monkeypatch):
     schedule = PrefixSchedule(PrefixConfig(mode="on", min_gain=0))
     for number in (1, 2):
         linear.is_first_microbatch = True
-        steps.call(schedule, Contract().step, model, steps.group(0, 2))
+        steps.call(schedule, steps.Contract().step, model, steps.group(0, 2))
         assert quantised == ["weight"] * number and kept["weight"] == "of this one"
 
 
 def test_options_are_looked_at_in_every_step(model, monkeypatch):
     model = small_model()  # in the world of the other
     schedule = PrefixSchedule(PrefixConfig(mode="on"))
-    steps.call(schedule, Contract().step, model, steps.group(0, 2))
+    steps.call(schedule, steps.Contract().step, model, steps.group(0, 2))
     monkeypatch.setattr(unwrap(model).config, "fp8", "hybrid")
     with pytest.raises(UserError, match="with fp8_recipe delayed: use blockwise"):
-        steps.call(schedule, Contract().step, model, steps.group(0, 2))
+        steps.call(schedule, steps.Contract().step, model, steps.group(0, 2))
 
 
 @pytest.mark.parametrize("refusal", features.OTHER_STEPS, ids=lambda one: one.name)
@@ -209,7 +207,7 @@ def test_a_second_table_of_rotary_positions_is_an_error(model):
     unwrap(model).decoder.register_forward_pre_hook(two, with_kwargs=True)
     schedule = PrefixSchedule(PrefixConfig(mode="on"))
     with pytest.raises(UserError, match="gives its layers rotary_pos_emb tuple, and its"):
-        steps.call(schedule, Contract().step, model, steps.group(0, 2))
+        steps.call(schedule, steps.Contract().step, model, steps.group(0, 2))
 
 
 def test_dropout_of_an_adapter_is_refused(model, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.attention import Attention
@@ -15,7 +15,6 @@ from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron import parents
 from megatron_prefix.megatron.install import install, uninstall
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
 from megatron_prefix.tree.payload_map import Form, payload_map

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.measure.byte_meter import least_moment
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
@@ -18,7 +18,6 @@ from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.plan.memory import LAYERS_LOADED, MESSAGES, Footprint, StageBytes
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest, Place, Segment, Span, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form
 from tests.harness import steps

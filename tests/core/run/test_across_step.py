@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare, StepFailed
 from megatron_prefix.features.across import step as across_step
 from megatron_prefix.features.across.communicator import Communicator
@@ -32,12 +32,10 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS, ACROSS_UNREDUCED
 from megatron_prefix.run import planning
 from megatron_prefix.run.request import Backoff
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
 
 AUTO = PrefixConfig(mode="auto", min_gain=0, min_speedup=0.01, kernel="math")
 TOLD = replace(AUTO, mode="on", across_ranks="auto")
@@ -58,7 +56,7 @@ def step_of(number, prompts):
 
 
 def gradients(schedule, model, items):
-    found = steps.run(schedule, Contract().step, model, items).gradients
+    found = steps.run(schedule, steps.Contract().step, model, items).gradients
     steps.zero_gradients(model)
     return found
 

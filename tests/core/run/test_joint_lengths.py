@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.device.tolerance import tolerance
 from megatron_prefix.errors import StepFailed
 from megatron_prefix.lab import runtime
@@ -18,7 +18,6 @@ from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction, step_planner
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.run.execute.test_memory_limit_ranks import GLOBAL
 from tests.harness import steps
 from tests.harness.predicted import counted_step

@@ -5,7 +5,7 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.vision import models
 from megatron_prefix.lab import runtime
@@ -22,7 +22,6 @@ from megatron_prefix.run.parts_of_call import chosen
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.request import Request
 from megatron_prefix.run.route import route
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.megatron.test_families import Wrapper, named
 from tests.harness.one_group import run, schedule_with
 from tests.harness.one_rank import one_rank, small_model

@@ -13,18 +13,16 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.refusals import table
 from megatron_prefix.run.execute.call_outputs import CallOutputs
 from megatron_prefix.run.execute.inputs import SegmentInputs
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_group import items
 from tests.harness.one_rank import small_model
-from tests.harness.steps import Contract
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
@@ -60,7 +58,7 @@ class Trainer:
 
     def loss(self, batch, output):
         noise = torch.rand(()) + random.random() + np.random.rand()
-        return Contract().loss_func({**batch, "weight": batch["weight"] * noise})(output)
+        return steps.Contract().loss_func({**batch, "weight": batch["weight"] * noise})(output)
 
 
 class Twice(Trainer):

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_prefix import features
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule, features
 from megatron_prefix.features import PARTS
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
@@ -24,7 +23,6 @@ from megatron_prefix.run.execute import memory_control
 from megatron_prefix.run.read import suspend
 from megatron_prefix.run.request import Request
 from megatron_prefix.run.route import Requests
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_group import items
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, assert_gradients, run

@@ -20,11 +20,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, get_forward_backward_func
 from megatron_prefix.lab.models import build
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.run.schedule import get_forward_backward_func
 
 CONFIG = PrefixConfig(min_gain=0, segment_tokens=128, chunk_tokens=32, kernel="math")
 """Small segments, so that small steps have many; the kernel without probing."""

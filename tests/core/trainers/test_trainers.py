@@ -10,11 +10,9 @@ import pytest
 from megatron.core.pipeline_parallel import schedules
 
 from benchmarks.trainers import run_sources, which_runs
-from megatron_prefix import auto, trainers
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule, auto, trainers
 from megatron_prefix.errors import UserError
 from megatron_prefix.refusals.table import MULTI_LORA, TABLE
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers import TRAINERS, Trainer, table
 from megatron_prefix.trainers.trainer import version_of
 from megatron_prefix.tree.cp_layout import Slices

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.dsa.kind import DSA
 from megatron_prefix.features.graphs import cuda, layers, pieces
 from megatron_prefix.features.graphs.kinds import without_graphs
@@ -22,7 +22,6 @@ from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group
 from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import small_model

@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.graphs import choice, cuda, part
 from megatron_prefix.features.measure import cost_meter
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run import parts_of_call
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import small_model
 from tests.harness.recorded import choice_of
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.graphs import choice, cuda
 from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
@@ -16,7 +16,6 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.features.graphs.test_graphs_auto import CONFIG as AUTO
 from tests.harness.ranks import run_ranks
 from tests.harness.recorded import RecordedGraph, choice_of, recorded_graphs  # noqa: F401

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.device import memory
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.features.measure import allocator
@@ -20,13 +20,11 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.memory import StageBytes
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.arena import DeviceBytes
 from tests.core.run.execute.test_memory_limit import batches
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
 
 
 class Allocator:
@@ -95,7 +93,7 @@ class Step:
     def __init__(self, schedule, model, items, allocator):
         before, allocator.highest = allocator.highest, allocator.used
         with allocator.running():
-            steps.run(schedule, Contract().step, model, items)
+            steps.run(schedule, steps.Contract().step, model, items)
         self.report = schedule.report
         self.limit = schedule.memory.limit
         self.share = schedule.report.decision.share
@@ -178,7 +176,7 @@ def test_where_others_had_the_maximum_moments_are_guessed_once(model):
     allocator.highest = 1e12
     with allocator.running():
         for number in range(3):
-            steps.run(schedule, Contract().step, model, batches("in groups"))
+            steps.run(schedule, steps.Contract().step, model, batches("in groups"))
             assert schedule.report is not None and schedule.report.decision.share == (number > 0)
     [costs] = schedule.requests.costs.values()
     stock, ours = costs.num_bytes[False][0], costs.num_bytes[True][0]

@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.measure import cost_meter
 from megatron_prefix.features.measure.cost_file import read_costs
@@ -17,10 +17,8 @@ from megatron_prefix.lab.rl import packing
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.read.suspend import Capture
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
 
 EP2 = Layout(dp=2, ep=2)
 
@@ -39,7 +37,7 @@ def model_of(layout, name="tiny-llama"):
 
 
 def run(schedule, chunks, data):
-    steps.run(schedule, Contract().step, chunks, data)
+    steps.run(schedule, steps.Contract().step, chunks, data)
 
 
 def learned(layout, path, unequal=False):

@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.failures import items
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.steps import Contract
 
 ACTIVATIONS = {
     "swiglu with biases": dict(add_bias_linear=True),
@@ -45,7 +43,7 @@ def _rank():
 def step(model, memory):
     """The gradients of one."""
     config = PrefixConfig(min_gain=0, chunk_tokens=6, kernel="math", memory=memory)
-    return steps.run(PrefixSchedule(config), Contract().step, model, items()).gradients
+    return steps.run(PrefixSchedule(config), steps.Contract().step, model, items()).gradients
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

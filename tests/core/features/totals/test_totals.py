@@ -5,13 +5,12 @@ import logging
 
 import pytest
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.totals.around import Totals
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.verify import align
 from megatron_prefix.plan.gate import Decision
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import small_model
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")

@@ -4,14 +4,13 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.across import step as across_step
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run import schedule as schedules
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step_run import StepRun
 from tests.harness import steps
 from tests.harness.one_rank import small_model

@@ -18,7 +18,6 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.failures import CONFIG, Fault, items, raised
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.steps import Contract
 
 SOON_S = 0.4
 SOON = SOON_S / 60
@@ -62,7 +61,7 @@ PLACES = {
 def test_a_step_says_where_it_stands(where, model, monkeypatch, caplog):
     owner, name, says = PLACES[where]
     monkeypatch.setattr(owner, name, standing(getattr(owner, name)))
-    steps.call(PrefixSchedule(WATCHED), Contract().step, model, items())
+    steps.call(PrefixSchedule(WATCHED), steps.Contract().step, model, items())
     line, *_ = lines(caplog)
     assert line.startswith("rank 0: a step has taken ")
     assert says in line and "it stands in test_watchdog.slow:" in line
@@ -76,12 +75,12 @@ def test_the_stock_schedules_steps_are_watched(model, monkeypatch, caplog):
     config = replace(WATCHED, mode="auto", min_speedup=1e9)
     schedule = PrefixSchedule(config, looks_first=True)
     monkeypatch.setattr(layer, "forward", standing(layer.forward))
-    steps.call(schedule, Contract().step, model, items())
+    steps.call(schedule, steps.Contract().step, model, items())
     first, *_ = lines(caplog)
     caplog.clear()
     monkeypatch.setattr(layer, "forward", standing(layer.forward))
     with passes.watching(stock_schedule(), SOON):
-        steps.call(stock_schedule(), Contract().step, model, items())
+        steps.call(stock_schedule(), steps.Contract().step, model, items())
     for line in (first, lines(caplog)[0]):
         assert "in the stock schedule, it stands in test_watchdog.slow:" in line
         assert "(layer 2)" in line  # as Megatron counts
@@ -94,10 +93,10 @@ def test_a_step_that_fails_leaves_no_thread(model, monkeypatch, caplog):
 
     schedule = PrefixSchedule(CONFIG)
     monkeypatch.setattr(SegmentInputs, "call", fail)
-    raised(Fault, steps.call, schedule, Contract().step, model, items())
+    raised(Fault, steps.call, schedule, steps.Contract().step, model, items())
     assert not threads()
     monkeypatch.undo()
-    steps.call(schedule, Contract().step, model, items())
+    steps.call(schedule, steps.Contract().step, model, items())
     assert not threads() and not lines(caplog)
 
 
@@ -108,7 +107,7 @@ def test_nothing_is_watched_where_nobody_wants_it(config, model, monkeypatch):
     layer = unwrap(model).decoder.layers[1]
     seen = []
     handle = layer.register_forward_hook(lambda *_: seen.extend(threads()))
-    steps.call(PrefixSchedule(config), Contract().step, model, items())
+    steps.call(PrefixSchedule(config), steps.Contract().step, model, items())
     handle.remove()
     assert not seen
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.across import final_states
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, Segment, Span
 from megatron_prefix.tree.forest import Exchange
 from tests.harness import steps

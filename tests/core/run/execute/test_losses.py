@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.numerics import assert_close
@@ -16,18 +16,16 @@ from megatron_prefix.run.execute import call_outputs
 from megatron_prefix.run.execute.call_outputs import CallOutputs
 from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.read.step import Step
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.arenas import Storages
 from tests.harness.one_rank import small_model
-from tests.harness.steps import Contract
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 CONFIG = PrefixConfig(min_gain=0, kernel="math")
 
 
-class Watched(Contract):
+class Watched(steps.Contract):
     """A trainer that remembers what its losses get, in their order.
 
     Attributes:
@@ -114,14 +112,14 @@ def test_an_output_that_is_not_per_position_is_refused(value, message):
     stock = inner.forward
     inner.forward = functools.wraps(stock)(lambda *args, **named: (stock(*args, **named), value))
     with pytest.raises(UserError, match=message):
-        steps.call(PrefixSchedule(CONFIG), Contract().step, model, items)
+        steps.call(PrefixSchedule(CONFIG), steps.Contract().step, model, items)
 
 
 def test_logits_of_one_microbatch_at_a_time():
     """The next one begins when nothing holds the one before, nor what its loss has saved."""
     alive, before = [], Storages()
 
-    class Saving(Contract):
+    class Saving(steps.Contract):
         def loss_func(self, batch):
             stock = super().loss_func(batch)
 
@@ -156,7 +154,7 @@ def test_a_gradient_of_a_masked_position_is_an_error(logits, read, monkeypatch):
     items = rollouts(*([*range(MASKED), *[50 + n] * 10] for n in range(2)), trained=MASKED)
     for item in items:
         item["loss_mask"][:, MASKED + 5] = 0.0
-    contract = Contract(logits=logits)
+    contract = steps.Contract(logits=logits)
 
     def step(iterator, model):
         batch = next(iterator)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.model import footprint_of
 from megatron_prefix.lab.predict.peak_memory import predict_memory
@@ -13,7 +13,6 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.prediction import heaviest_stock_plan
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest, Segment, Span
 from tests.harness import steps
 from tests.harness.one_rank import small_model

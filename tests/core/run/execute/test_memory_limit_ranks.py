@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.device.tolerance import tolerance
 from megatron_prefix.errors import StepFailed
 from megatron_prefix.lab import runtime
@@ -16,7 +16,6 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.step_planner import StepPlanner
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.predicted import counted_step
 from tests.harness.ranks import run_ranks

@@ -5,12 +5,11 @@ import contextlib
 import pytest
 import torch
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.refusals import table
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import lora, steps
 from tests.harness.one_group import items
 from tests.harness.one_rank import one_rank, small_model

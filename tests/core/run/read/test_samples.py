@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.features.replay import routes
 from megatron_prefix.features.replay.routes import ToldRoutes
@@ -18,12 +18,10 @@ from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
 from megatron_prefix.run.read import step
 from megatron_prefix.run.read.read_calls import trained_positions
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers.table import NEMO_RL
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 1, 0, 0]])
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0]])
@@ -96,7 +94,7 @@ def model():
 
 @pytest.mark.parametrize("mode", ["fits", "too little"])
 def test_prompts_of_such_a_trainer_have_no_output_layer(model, mode):
-    contract, items = Contract(logits=True), steps.group(1, 4)
+    contract, items = steps.Contract(logits=True), steps.group(1, 4)
     if mode == "fits":
         for item in items:
             item["loss_mask"][:, :11] = 0  # none of the prompt

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.cuda.amp import common
 from torch.overrides import TorchFunctionMode
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.run.read import forward_step_state, suspend
@@ -28,10 +28,8 @@ from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.run.read.loss_variables import LossVariables
 from megatron_prefix.run.read.random_numbers import saved_generators
 from megatron_prefix.run.read.suspend import SuspendedStep
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_rank import small_model
-from tests.harness.steps import Contract
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
@@ -146,7 +144,7 @@ def test_quantised_calls_are_refused(monkeypatch, name):
     model = small_model()
     with _Quantised(), pytest.raises(UserError, match="autocast is on around the schedule: leave"):
         steps.call(
-            PrefixSchedule(PrefixConfig(mode="on")), Contract().step, model, steps.group(0, 2)
+            PrefixSchedule(PrefixConfig(mode="on")), steps.Contract().step, model, steps.group(0, 2)
         )
 
 
@@ -332,7 +330,7 @@ ON = {"mode": "on", "kernel": "math", "min_gain": 0}
 
 def run(schedule, model, settle, num=2, **options):
     """Logs of one step of a group of rollouts, one a microbatch."""
-    items, contract = steps.group(0, num), Contract()
+    items, contract = steps.group(0, num), steps.Contract()
 
     def step(iterator, model):
         item = next(iterator)
