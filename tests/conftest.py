@@ -58,7 +58,6 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def on_one_rank() -> Iterator[None]:
-    """Process groups of one rank."""
     from tests.harness.one_rank import one_rank
 
     with one_rank():

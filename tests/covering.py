@@ -68,7 +68,6 @@ def superfluous(table: Sequence[Row]) -> list[Row]:
 
 
 def num_pairs(table: Sequence[Row]) -> int:
-    """How many pairs are in a row."""
     return len(set().union(*map(pairs, table)))
 
 

@@ -74,7 +74,6 @@ def _share_of_the_other(self: Division, left: Any, whole: Any) -> Any:
 
 
 def of_stock(owner: Any, name: str, change: Callable[[Any], Any]) -> tuple[Any, str, Any]:
-    """What stands there, changed."""
     return owner, name, change(getattr(owner, name))
 
 

@@ -26,7 +26,6 @@ from tests.harness.one_rank import one_rank
 
 
 def main(families: tuple[str, ...]) -> int:
-    """See the top of the file."""
     here = test_cases.ROWS, test_cases.MTP, test_cases.CALLS, test_cases.NOT_SHARED
     every = {"one rank": [each for table in here for each in table]} | test_cases_on_ranks.ON_RANKS
     num, later, failed, wrong = 0, 0, 0, list[str]()

@@ -18,7 +18,6 @@ class Storages:
 
     @property
     def num_alive(self):
-        """How many of them something still refers to."""
         return sum(not storage.expired() for storage in self.seen)
 
 

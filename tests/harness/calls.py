@@ -132,7 +132,6 @@ class Trainer:
             yield batch
 
     def step(self, iterator: Any, model: Any) -> Any:
-        """A `forward_step_func`."""
         batch = next(iterator)
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)

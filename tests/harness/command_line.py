@@ -1,5 +1,7 @@
 """Calls the command line, in this process or in a new one, and makes rows of rollout files."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -12,13 +14,23 @@ BUNDLED = str(data.BUNDLED)
 
 
 def run(capsys, *arguments):
-    """Exit code, stdout and stderr of a command line."""
     try:
         code = main(list(arguments))
     except SystemExit as stop:
         code = int(stop.code or 0)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+def captured(*arguments):
+    """The same of a command line in a process that pytest does not look at, as a rank's is."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(list(arguments))
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return code, out.getvalue(), err.getvalue()
 
 
 def result(capsys, *arguments):
@@ -47,6 +59,14 @@ def command(*arguments, **options):
     return subprocess.run(
         [sys.executable, "-m", "megatron_prefix", *arguments], cwd=data.REPOSITORY,
         capture_output=True, text=True, timeout=120, check=False, **options,
+    )  # fmt: skip
+
+
+def script(path, *arguments, **environment):
+    """A shell script with these variables alone."""
+    return subprocess.run(
+        ["bash", str(path), *map(str, arguments)], env=environment, capture_output=True, text=True,
+        timeout=60, check=False,
     )  # fmt: skip
 
 

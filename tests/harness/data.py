@@ -22,7 +22,6 @@ def folder():
 
 
 def files():
-    """Every set in the folder, by name."""
     return sorted(folder().glob("*.jsonl.gz"))
 
 

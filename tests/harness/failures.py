@@ -42,7 +42,6 @@ class Countdown:
 
 
 def run(schedule, model, contract=None):
-    """A step; its logs and gradients."""
     return steps.run(schedule, (contract or Contract()).step, model, items())
 
 

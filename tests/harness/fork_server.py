@@ -85,7 +85,6 @@ def _fork(spawn, path, arguments, files):
 
 
 def _run(module, arguments, cwd, env, files):
-    """The command's process."""
     for number, path in enumerate(files, 1):
         with open(path, "wb") as file:
             _stream(number, file)

@@ -3,7 +3,6 @@
 A seed names a case, so a case that fails can be run again by itself.
 """
 
-import contextlib
 import copy
 import io
 import json
@@ -11,7 +10,7 @@ import logging
 import os
 import time
 
-from megatron_prefix.lab.cli.main import main
+from tests.harness.command_line import captured
 
 ODD_VALUES = (
     None, True, False, -1, -5, 0, 1, 0.5, 1e300, float("nan"), float("inf"), 10**9, 2**31, 2**63,
@@ -125,19 +124,16 @@ def _changed_number(rng, cell):
 
 def ended(*arguments):
     """Exit code of a command in this process, and what it wrote to stderr, logged warnings too."""
-    err = io.StringIO()
-    handler = logging.StreamHandler(err)  # pytest takes what the logging module would print
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)  # pytest takes what the logging module would print
     handler.setLevel(logging.WARNING)
     handler.addFilter(logging.Filter("megatron_prefix"))
     logging.getLogger().addHandler(handler)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-            code = main(list(arguments))
-    except SystemExit as stop:
-        code = int(stop.code or 0)
+        code, _, err = captured(*arguments)
     finally:
         logging.getLogger().removeHandler(handler)
-    return code, err.getvalue()
+    return code, log.getvalue() + err
 
 
 def fault(*arguments):

@@ -75,7 +75,6 @@ def random_joint_job(rng, sizes=None):
 
 
 def forests_of(ranks, owners, options, *, ordered):
-    """The segments of every data-parallel rank."""
     told = [beginnings_of(rank, options, block=1) for rank in ranks]
     heard = told_together([beginnings for beginnings, _ in told])
     found = []

@@ -60,8 +60,6 @@ def keyword(*, trains_head: bool = False, moves_mask: bool = True) -> Iterator[N
 
 
 def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """With the keyword."""
-
     def forward(self: Any, input_ids: Any, position_ids: Any, attention_mask: Any,
                 mtp_kwargs: Any = None, **named: Any) -> Any:  # fmt: skip
         self.further = mtp_kwargs

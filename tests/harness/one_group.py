@@ -21,7 +21,6 @@ def schedule_with(*, looks_first=False, **fields):
 
 
 def run(schedule, model, contract=None, data=None, **options):
-    """A step's logs and gradients."""
     return steps.run(schedule, (contract or Contract()).step, model, data or items(), **options)
 
 

@@ -48,7 +48,6 @@ class ShortConvolution(nn.Conv1d):
         super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, **_: Any) -> Any:
-        """[rows, positions, channels], and no state."""
         weight = self.weight.squeeze(1)
         return causal_conv1d(x, weight, self.bias, activation="silu", cu_seqlens=cu_seqlens)
 
@@ -61,12 +60,11 @@ class FusedRMSNormGated(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(hidden_size)), eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """[..., hidden_size]"""
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps) * F.silu(gate)
 
 
 class OwnNet(nn.Module):
-    """As Qwen3_5GatedDeltaNet: the rule is an attribute.  Sizes by a Hugging Face config."""
+    """As Qwen3_5GatedDeltaNet, of [1, positions, hidden_size]: the rule is an attribute."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -92,7 +90,6 @@ class OwnNet(nn.Module):
         self.chunk_gated_delta_rule = chunk_gated_delta_rule
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """[1, positions, hidden_size]"""
         mixed, _ = self.conv1d(x=self.in_proj_qkv(hidden_states), cu_seqlens=cu_seqlens)
         out, _ = self.chunk_gated_delta_rule(
             *self.heads(mixed), **self.gates(hidden_states), initial_state=None,
@@ -101,7 +98,6 @@ class OwnNet(nn.Module):
         return self.close(out, hidden_states)
 
     def heads(self, mixed: Tensor) -> list[Tensor]:
-        """Queries, keys and values of every value head."""
         again = self.num_v_heads // self.num_k_heads
         query, key, value = mixed.split(self.parts, -1)
         query, key = (x.unflatten(-1, (-1, self.head_k_dim)) for x in (query, key))
@@ -114,7 +110,6 @@ class OwnNet(nn.Module):
         return {"g": decay, "beta": self.in_proj_b(x).sigmoid()}
 
     def close(self, out: Tensor, x: Tensor) -> Tensor:
-        """The gated norm and the output projection."""
         gate = self.in_proj_z(x).unflatten(-1, (-1, self.head_v_dim))
         return self.out_proj(self.norm(out, gate).flatten(2))
 
@@ -123,7 +118,6 @@ class NamedNet(OwnNet):
     """It calls the rule by keywords alone."""
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """[1, positions, hidden_size]"""
         mixed, _ = self.conv1d(x=self.in_proj_qkv(hidden_states), cu_seqlens=cu_seqlens)
         query, key, value = self.heads(mixed)
         out, _ = self.chunk_gated_delta_rule(
@@ -140,7 +134,6 @@ class OlderNet(OwnNet):
         """It has none."""
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """[1, positions, hidden_size]"""
         mixed, _ = self.conv1d(x=self.in_proj_qkv(hidden_states), cu_seqlens=cu_seqlens)
         query, key, value = self.heads(mixed)
         gates = self.gates(hidden_states)
@@ -164,7 +157,6 @@ class HuggingfaceAttention(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Any, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """[positions on this rank, 1, hidden_size]"""
         group = parallel_state.get_tensor_model_parallel_group()
         if self.args.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(
@@ -187,7 +179,6 @@ class Attention(HuggingfaceAttention):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=1e-6)
 
     def hf_forward(self, hidden_states: Tensor, packed_seq_params: Any) -> Tensor:
-        """[1, positions, hidden_size]"""
         hidden_states = self.input_layernorm(hidden_states)
         return self.linear_attn(
             hidden_states=hidden_states, cu_seqlens=packed_seq_params.cu_seqlens_q
@@ -236,7 +227,6 @@ class Packed(Contract):
     """A trainer that packs: its layers take nothing else."""
 
     def step(self, data_iterator: Iterator[Any], model: Any) -> Any:
-        """A `forward_step_func`."""
         batch = next(data_iterator)
         output = model(
             batch["tokens"], batch["position_ids"], None, labels=batch["labels"],

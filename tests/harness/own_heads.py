@@ -45,7 +45,6 @@ class HeadTrainer(Trainer):
     form: HeadForm
 
     def arguments(self, batch: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """See `Trainer.arguments`."""
         if self.form.head == "filled":
             scale = self.form.scale
             batch["context"], given["labels"] = {} if scale is None else {"scale": scale}, None
@@ -57,7 +56,6 @@ class HeadTrainer(Trainer):
         return {"temperature": 0.9}
 
     def loss_of(self, batch: dict[str, Any]) -> Callable[[Any], Any]:
-        """See `Trainer.loss_of`."""
         head, shares = self.form.head, self.layout.sequence_parallel
         cut = {name: batch[name][:, :-1] for name in ("loss_mask", "weight")}
         loss_of = super().loss_of(batch | cut if head == "moved" else batch)

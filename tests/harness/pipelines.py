@@ -48,7 +48,6 @@ def build_chunks(layout: Layout, vocab: int) -> list[Any]:
 
 
 def microbatches(groups: Sequence[Group]) -> list[Microbatch]:
-    """One microbatch a rollout."""
     rollouts, numbers = pairs_of_groups(groups)
     return [
         steps.microbatch([pairs], number, uid, vocab=1 << 30)

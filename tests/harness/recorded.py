@@ -130,7 +130,6 @@ class RecordedGraph(cuda.Graph):
         self._stack = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """See Graph."""
         type(self).captured_in_all += 1
         self._stack.enter_context(self._recorder)
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
@@ -138,7 +137,6 @@ class RecordedGraph(cuda.Graph):
             patch.setattr(torch.UntypedStorage, name, self._recorder.of_storage(call))
 
     def end(self) -> None:
-        """See Graph."""
         self._stack.close()
         self._recorder.undo()
         self._left = self._recorder.forgotten()
@@ -151,7 +149,6 @@ class RecordedGraph(cuda.Graph):
         return [str(func) for func, *_ in self._recorder.launches]
 
     def replay(self) -> None:
-        """See Graph."""
         type(self).replays += 1
         with torch.no_grad():
             for func, args, kwargs, written in self._recorder.launches:
@@ -225,8 +222,6 @@ def _reduce_scatter(
 
 @contextlib.contextmanager
 def recording() -> Iterator[type[RecordedGraph]]:
-    """Graphs on the CPU."""
-
     class Counted(RecordedGraph):
         captured_in_all = replays = 0
 

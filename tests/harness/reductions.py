@@ -39,7 +39,6 @@ class Watched:
         return sum(before < self.gradients for before in self.before)
 
     def reduced_once(self) -> bool:
-        """Whether every group was reduced exactly once."""
         return sorted(self.order) == list(range(self.num))
 
 
@@ -67,7 +66,6 @@ class Watch:
         Reductions.start_rest = start_rest  # type: ignore[method-assign]
 
     def begin(self) -> None:
-        """A step begins."""
         self.steps.append(Watched(self._num, self._outside))
 
     def _watch(self, number: int, group: Any) -> None:

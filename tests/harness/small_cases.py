@@ -51,7 +51,6 @@ class SmallCase:
     seed: int
 
     def run(self):
-        """Runs `align`; needs a world of one rank."""
         forget_logged_losses()  # it has the layers of the case before
         chunks = build_model(self.spec, dtype="float64", recompute=self.recompute, seed=self.seed)
         with mock.patch.object(compare, "compare", wraps=compare.compare) as judge:

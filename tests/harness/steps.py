@@ -40,8 +40,6 @@ class Contract:
     scale: float | None = None
 
     def loss_func(self, batch):
-        """The trainer's loss function for one microbatch."""
-
         def loss_func(output):
             nll = _nll(output, batch["labels"]) if self.logits else output
             mask = batch["loss_mask"].to(nll.dtype)
@@ -56,7 +54,6 @@ class Contract:
         return loss_func
 
     def step(self, data_iterator, model):
-        """A `forward_step_func`."""
         batch = next(data_iterator)
         labels = None if self.logits else batch["labels"]
         output = model(
@@ -191,7 +188,6 @@ def run(schedule, step, model, items, **options):
 
 
 def zero_gradients(model):
-    """What a trainer does before a step."""
     if hasattr(model, "zero_grad_buffer"):
         model.zero_grad_buffer()
     model.zero_grad(set_to_none=True)

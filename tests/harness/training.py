@@ -81,7 +81,6 @@ def metrics_of(folder):
 
 
 def whole_state(trainer):
-    """Weights and optimizer state."""
     found = snapshot.parameters(trainer.chunks)
     for chained in trainer.optimizer.chained_optimizers:
         parameters = [p for group in chained.optimizer.param_groups for p in group["params"]]

@@ -202,7 +202,6 @@ def random_trees(rng, depth=3):
 
 
 def forest_of_nodes(roots, first, options):
-    """The forest that trees are packed into."""
     lengths = _lengths(roots, len(first))
     segments = tuple(Packing(roots, first, options, range(len(first))).segments)
     return Forest(segments, lengths, tuple(first), options.multiple)

@@ -105,7 +105,6 @@ class Tower(nn.Module):
         self.mergers = nn.ModuleList(nn.Linear(16, hidden, dtype=dtype) for _ in range(depth))
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """See the class."""
         lengths = (grid_thw.prod(-1) // MERGE**2).tolist()
         x = self.first(hidden_states.unflatten(0, (-1, MERGE**2)).flatten(1))
         x = torch.cat([torch.tanh(part + part.mean(0)) for part in x.split(lengths)])
@@ -143,7 +142,6 @@ class Block(TransformerBlock):
         deepstack_visual_embeds: Any = None,
         **named: Any,
     ) -> Any:
-        """Megatron's, with what layers add."""
         self.deep = visual_pos_masks, deepstack_visual_embeds
         return super().forward(*args, **named)
 
@@ -154,7 +152,6 @@ class Interleaved(MultimodalRotaryEmbedding):
     is_thd_format = False
 
     def forward(self, position_ids: Tensor, mrope_section: list[int], **_: Any) -> Tensor:
-        """[positions, samples, 1, width]."""
         angles = position_ids.float()[..., None] * self.inv_freq.to(position_ids.device)
         place = torch.arange(angles.shape[-1]) % 3
         mixed = torch.where(place == 1, angles[1], torch.where(place == 2, angles[2], angles[0]))
@@ -185,7 +182,6 @@ class Qwen3VLGPTModel(GPTModel):
         deepstack_visual_embeds: Any = None,
         **named: Any,
     ) -> Any:
-        """Megatron's; what the decoder adds goes along to it."""
         more = {
             "visual_pos_masks": visual_pos_masks,
             "deepstack_visual_embeds": deepstack_visual_embeds,
@@ -236,7 +232,6 @@ class VisionLanguage(MegatronModule):
         self.share_embeddings_and_output_weights = options["share_embeddings_and_output_weights"]
 
     def shared_embedding_or_output_weight(self) -> Any:
-        """The language model's."""
         return self.language_model.shared_embedding_or_output_weight()
 
     def set_input_tensor(self, tensor: Any) -> None:
@@ -489,7 +484,6 @@ class Trainer(calls.Trainer):
         super().__init__(form, seed, layout)
 
     def samples(self, seed: int, num: int) -> list[Any]:
-        """See `samples`."""
         place, parts = self._dealt
         return samples(seed, parts * num, self._has_images)[place::parts]
 
@@ -525,7 +519,6 @@ class Trainer(calls.Trainer):
         return batch
 
     def step(self, iterator: Any, model: Any) -> Any:
-        """A `forward_step_func`."""
         batch = next(iterator)
         given = {
             "input_ids": batch["whole"], "position_ids": batch["positions"],

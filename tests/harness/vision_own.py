@@ -29,7 +29,6 @@ class Model(GPTModel):
 
     @property
     def language_model(self) -> Any:
-        """The same."""
         return self
 
     def forward(

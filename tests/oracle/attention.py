@@ -88,7 +88,6 @@ class CausalAttention(DefinedAttention):
     """Causal in every sample whatever the mask, as transformer-engine's is."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, _: Any, **more: Any) -> Tensor:
-        """See `DefinedAttention.forward`."""
         return super().forward(query, key, value, None, **more)
 
 

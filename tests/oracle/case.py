@@ -109,7 +109,6 @@ class Case(make_dataclass("Fields", _FIELDS, frozen=True)):
         return " ".join([f"seed {self.seed}", self.layout, *changed])
 
     def changes(self) -> dict[str, str]:
-        """What is not the simplest."""
         found = {name: getattr(self, name) for name in AXES}
         return {name: value for name, value in found.items() if value != _LAST[name]}
 
@@ -329,7 +328,6 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
 
 
 def settle(case: Case) -> Case:
-    """The case without what does not go together."""
     for _ in range(100):
         for clash, change in _rules(case):
             if clash and any(getattr(case, name) != value for name, value in change.items()):

@@ -208,7 +208,6 @@ def _batch(
 
 
 def _mask(case: Case, mask: np.ndarray, index: int, number: int, draw: np.random.Generator) -> None:
-    """Changes a sample's mask to what rows have."""
     if case.loss_mask == "weighed":  # any numbers, which differ by rollout
         mask[:] = draw.uniform(0.5, 2, len(mask)) * (draw.random(len(mask)) > 0.3)
     elif case.loss_mask.startswith("tails"):  # ends without loss, as answers of tools

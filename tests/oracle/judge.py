@@ -70,7 +70,6 @@ def _schedules(case: Case, mode: str) -> Callable[[], Any]:
 
 
 def judge(case: Case, mode: str, stock: Sequence[Call], ours: Sequence[Call]) -> Verdict:
-    """One rank's verdict."""
     broken = next((call.raised for call in stock if call.raised is not None), None)
     if broken is not None and case.raises == "none":
         return Verdict(INVALID, ("raise",), _line(broken))

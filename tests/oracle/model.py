@@ -239,7 +239,6 @@ class Slotted(nn.Module):
         SETTINGS["factor"] = Slotted.factor_of_class = 1.0
 
     def gain(self) -> Any:
-        """How much of the adapter."""
         gain = self.scale * self.factor * self.options["scale"] * self.many[0] * self.box.scale
         gain = gain * self.queue[0] * self.pair.factor * self.nested["a"][0]["b"].factor
         gain = gain * self.slots.factor * float(self.array[1]) * (1 + min(self.chosen) / 4)
@@ -247,7 +246,6 @@ class Slotted(nn.Module):
         return self.partial(self.tensor) * self.view * gain
 
     def left(self) -> tuple[float, ...]:
-        """What is set now."""
         return float(self.slot), float(self.gain())
 
     def forward(self, x: Tensor) -> Any:
@@ -539,7 +537,6 @@ _SCALE = [1.0]
 
 
 def scale_of_list_item(loss: Tensor) -> Tensor:
-    """For the axis `scale`."""
     return loss * _SCALE[0]
 
 
@@ -607,7 +604,6 @@ DRAWING: dict[str, Callable[[Any], float]] = {
 
 
 def hooked(case: Case, language: Any, reads: list[Tensor]) -> None:
-    """Hooks that a trainer sets on its model."""
     layer = language.decoder.layers[0]
     layer.noise = torch.Generator().manual_seed(3) if case.hook == "draws of a module" else None
     if case.hook == "doubled":  # a row's

@@ -174,7 +174,6 @@ class Trainer:
             self._update(call)
 
     def call(self, schedule: Any, kind: str) -> Call:
-        """One call; exceptions are kept."""
         rank = parallel_state.get_data_parallel_rank()
         cp_rank = parallel_state.get_context_parallel_rank()
         cp = parallel_state.get_context_parallel_world_size()

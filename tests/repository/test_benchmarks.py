@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from megatron_prefix.lab.models import presets
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify.matrix import rows
 from tests.harness.command_line import BUNDLED
+from tests.harness.command_line import script as run_script
 from tests.harness.data import REPOSITORY
 from tests.harness.one_rank import one_rank
 
@@ -148,11 +148,8 @@ def asked(folder, script, program, *arguments, **environment):
     path, notes = folder / program, folder / "notes"
     path.write_text(f'#!/bin/bash\necho "${{@@Q}}" >>{notes}\n', encoding="utf-8")
     path.chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(REPOSITORY / "benchmarks" / script), *map(str, arguments)],
-        env={"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **environment},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    environment["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    done = run_script(REPOSITORY / "benchmarks" / script, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return [shlex.split(line) for line in notes.read_text("utf-8").splitlines()]
 

@@ -9,15 +9,14 @@ import pytest
 
 from benchmarks import figures, support
 from benchmarks.figures import read
-from benchmarks.trainers import which_runs
 from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.refusals.table import TABLE
 from megatron_prefix.run.calls import Callbacks
 from tests.harness.data import REPOSITORY
 from tests.repository import generated
+from tests.repository.test_documents import WHICH_RUNS, written_by_hand
 
-WHICH_RUNS = re.compile(f"{which_runs.BEGIN}.*?{which_runs.END}", re.S)
 NUMBER = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)( ?(?:x|ms|GiB|%))?(?![\w.]*\w)")
 NAMES = re.compile(
     r"(?:torch|Python|transformer-engine|Megatron-Core|CUDA|nvidia-modelopt|arXiv)\s[\d.]+"
@@ -47,13 +46,6 @@ PAGES = [
 ]
 
 
-def without_parts(text):
-    """A document's own words: no generated parts, code or links."""
-    text = figures.PART.sub("", text)
-    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-    return re.sub(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->", " ", text, flags=re.S)
-
-
 def measured(text):
     """Numbers that look like measurements: with a fraction, or with a unit."""
     found = NUMBER.findall(NAMES.sub("", text))
@@ -75,7 +67,8 @@ def unknown(text, others=frozenset()):
     bad = []
     for section in re.split(r"^## ", text, flags=re.M):
         made = " ".join(part[2] for part in figures.PART.findall(section))
-        for number, unit in measured(without_parts(section)):
+        words = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", written_by_hand(section))
+        for number, unit in measured(words):
             if number + unit not in SETTINGS | others and not is_printed(number, made):
                 bad.append(number + unit)
     return bad
@@ -88,6 +81,8 @@ def test_generated_parts_are_current():
     for path in paths:
         text = path.read_text(encoding="utf-8")
         assert figures.written(text, rows) == text, f"{path}: python -m benchmarks.figures"
+    old = [str(path) for path, _ in generated.stale()]
+    assert old == [], f"{generated.COMMAND} writes them"
 
 
 def is_older(row):
@@ -189,11 +184,6 @@ def test_the_check_of_words_can_fail():
     assert unknown("Megatron-Core 0.16.1, torch 2.11, Qwen3-0.6B, in 12 layers, `1.3x`") == []
 
 
-def test_parts_made_of_the_code_are_current():
-    old = [str(path) for path, _ in generated.stale()]
-    assert old == [], f"{generated.COMMAND} writes them"
-
-
 @pytest.mark.parametrize("kind", [PrefixConfig, Callbacks])
 def test_every_field_is_described(kind):
     names = [field.name for field in dataclasses.fields(kind)]
@@ -218,11 +208,11 @@ def test_a_citation_has_the_version(name):
     assert re.findall(r"^\s*version(?: =|:) \{?([\d.]+)", text, re.M) == [__version__]
 
 
-@pytest.mark.parametrize("page", [support.PAGE, support.MODELS_PAGE], ids=lambda path: path.name)
-def test_the_page_is_current(page):
-    text = page.read_text(encoding="utf-8")
-    assert support.PART.search(text)
-    assert support.written(text, read()) == text, support.COMMAND
+def test_support_pages_are_current():
+    for page in (support.PAGE, support.MODELS_PAGE):
+        text = page.read_text(encoding="utf-8")
+        assert support.PART.search(text)
+        assert support.written(text, read()) == text, support.COMMAND
 
 
 def test_where_a_model_has_run_comes_from_rows():

@@ -13,6 +13,7 @@ from megatron_prefix.lab.cli.main import main, make_parser
 from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl.dataset import RolloutSet, minibatches
 from megatron_prefix.lab.rl.trainer import check_layout
+from tests.harness.command_line import script as run_script
 from tests.harness.data import REPOSITORY
 
 LAUNCH = REPOSITORY / "launch"
@@ -41,10 +42,7 @@ def beside(commands):
 
 def asked(commands, script, *arguments, **environment):
     """The words of the one command that a script runs."""
-    done = subprocess.run(
-        ["bash", str(LAUNCH / script), *arguments], env={**beside(commands), **NODE, **environment},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run_script(LAUNCH / script, *arguments, **{**beside(commands), **NODE, **environment})
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     return shlex.split(line)
@@ -112,10 +110,7 @@ def test_several_nodes_meet_at_one_address(commands):
 @pytest.mark.parametrize("script", ["train_multinode.sh", "align_cluster.sh"])
 @pytest.mark.parametrize("missing", NODE)
 def test_a_node_needs_its_number_and_the_address_of_the_first(commands, script, missing):
-    done = subprocess.run(
-        ["bash", str(LAUNCH / script)], capture_output=True, text=True, check=False,
-        env={**beside(commands), **NODE, missing: ""},
-    )  # fmt: skip
+    done = run_script(LAUNCH / script, **{**beside(commands), **NODE, missing: ""})
     assert done.returncode != 0 and done.stdout == ""
     assert re.fullmatch(rf".*: {missing}: .*of.* node.*\n", done.stderr)
 
@@ -130,10 +125,7 @@ def test_slurm_names_the_first_node(commands):
 
 def refusal(script, *arguments, **environment):
     """The one line with which a script ends before it has started anything."""
-    done = subprocess.run(
-        ["bash", str(script), *arguments], env=environment, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+    done = run_script(script, *arguments, **environment)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"{script}: ")

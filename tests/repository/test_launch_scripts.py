@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from tests.harness.command_line import script as run_script
 from tests.harness.data import BUNDLED, REPOSITORY
 
 # Stands in for Python: makes an environment that holds itself, notes installs and what is run.
@@ -167,9 +168,7 @@ def test_tests_that_another_python_runs_are_there():
 def test_help_is_the_head_of_a_script_and_installs_nothing(name):
     script = REPOSITORY / "launch" / f"{name}.sh"
     environment = {"PATH": os.environ["PATH"], "PYTHON": "/bin/false", "VENV": "/no/such/folder"}
-    done = subprocess.run(
-        ["bash", str(script), "--help"], env=environment, capture_output=True, text=True
-    )
+    done = run_script(script, "--help", **environment)
     assert (done.returncode, done.stderr) == (0, "")
     lines = script.read_text(encoding="utf-8").splitlines()[1:]
     assert done.stdout.splitlines()[0] == lines[0].removeprefix("# ")

@@ -96,7 +96,6 @@ def test_plan_takes_less_than_a_second():
 
 
 def stand_in(monkeypatch, run):
-    """Makes `plan` a verb that does what `run` does."""
     module = SimpleNamespace(HELP="", EPILOG="", add_arguments=lambda parser: None, run=run)
     monkeypatch.setattr(frame, "_module", lambda verb, name: module)
 

@@ -1,7 +1,5 @@
 """`megatron-prefix train`: output, exit codes, and bad input that writes nothing."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -11,10 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.rl import updates
 from megatron_prefix.lab.rl.run import Summary
-from tests.harness.command_line import forked, row
+from tests.harness.command_line import captured, forked, row
 from tests.harness.data import BUNDLED
 from tests.harness.ranks import run_ranks
 
@@ -24,17 +21,7 @@ SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--
 
 def train(*arguments):
     """Runs the verb in a fresh process; exit code, stdout, stderr."""
-
-    def on_rank():
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                code = main(["train", *arguments])
-            except SystemExit as leave:
-                code = int(leave.code or 0)
-        return code, out.getvalue(), err.getvalue()
-
-    return run_ranks(1, on_rank)[0]
+    return run_ranks(1, captured, "train", *arguments)[0]
 
 
 def a_file(folder, **changes):

@@ -12,7 +12,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models import weights
 from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
 from megatron_prefix.lab.models.config import alignment
-from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, resolve
+from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
 from tests.harness import steps
@@ -64,7 +64,6 @@ def named_parameters(chunks):
 
 
 def train_one_step(name, layout, dtype):
-    """Join the job, build the model, and do one step."""
     runtime.initialize(layout)
     # Data parallelism changes which tokens an auxiliary loss sees together, in Megatron too.
     overrides = {"moe_aux_loss_coeff": 0.0} if name == "tiny-moe" else {}
@@ -128,48 +127,27 @@ def test_narrower_dtypes_train_the_same_model():
     assert_close(losses, expected, VOCAB, torch.bfloat16)
 
 
-def losses_of_both_kinds():
-    runtime.initialize(Layout())
-    spec = resolve("tiny-llama").with_vocab(VOCAB)
-    tokens = microbatches(Layout())[0]
-    losses = []
-    for exact in (True, False):
-        [chunk] = build_model(spec, dtype="float32", exact_loss=exact)
-        position = torch.arange(LENGTH)[None]
-        losses.append(chunk(tokens[:, :-1], position, None, labels=tokens[:, 1:]).detach())
-    return losses
-
-
+@pytest.mark.usefixtures("on_one_rank")
 def test_exact_loss_is_megatrons_loss():
-    [(ours, megatrons)] = run_ranks(1, losses_of_both_kinds)
+    spec = resolve("tiny-llama").with_vocab(VOCAB)
+    tokens, places = microbatches(Layout())[0], torch.arange(LENGTH)[None]
+    chunks = (build_model(spec, dtype="float32", exact_loss=exact)[0] for exact in (True, False))
+    ours, megatrons = (one(tokens[:, :-1], places, None, labels=tokens[:, 1:]) for one in chunks)
     assert ours.shape == (1, LENGTH)
     assert_close(ours, megatrons, VOCAB)
 
 
-def parameters(name, layout, seed):
-    runtime.initialize(layout)
-    spec = resolve(name).with_vocab(VOCAB)
-    chunks = build_model(spec, layout=layout, seed=seed, wrap_ddp=False)
-    return {n: p.detach().clone() for n, p in named_parameters(chunks).items()}
-
-
+@pytest.mark.usefixtures("on_one_rank")
 def test_weights_depend_on_seed_and_name_only():
-    [one], [again], [other] = (
-        run_ranks(1, parameters, "tiny-llama", Layout(), seed) for seed in (1, 1, 2)
+    spec = resolve("tiny-llama").with_vocab(VOCAB)
+    one, again, other = (
+        named_parameters(build_model(spec, seed=seed, wrap_ddp=False)) for seed in (1, 1, 2)
     )
     assert all(torch.equal(again[name], value) for name, value in one.items())
     assert not any(torch.equal(other[name], value) for name, value in one.items())
     values = [value.flatten()[:64] for value in one.values()]
     for n, value in enumerate(values):
         assert not any(torch.equal(value, before) for before in values[:n])
-
-
-def test_parameters_are_counted_right():
-    name = "tiny-moe"
-    [params] = run_ranks(1, parameters, name, Layout(), 1)
-    built = sum(p.numel() for n, p in params.items() if not n.endswith("norm.weight"))
-    spec = PRESETS[name].with_vocab(weights.padded_vocab(VOCAB, 1))
-    assert built == spec.parameters()
 
 
 @pytest.mark.parametrize(("name", "layout", "options", "message"), [

@@ -107,7 +107,6 @@ def test_the_losses_are_those_of_the_parts():
 
 
 def main():
-    """See the top of the file."""
     with tempfile.TemporaryDirectory() as made:
         theirs = checkpoint(Path(made))
         run = partial(on_rank, made, Layout(), "loss_values", **FIELDS)

@@ -1,7 +1,5 @@
 """`train`, `align` and `bench` with --load-hf: the checkpoint's weights are those that run."""
 
-import contextlib
-import io
 import json
 import math
 import random
@@ -12,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.hf_weights import HFWeights
 from megatron_prefix.lab.models.presets import resolve
@@ -20,7 +17,7 @@ from megatron_prefix.lab.models.weights import VOCAB_MULTIPLE
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.runtime import Layout
 from tests.harness import hf_checkpoints
-from tests.harness.command_line import row
+from tests.harness.command_line import captured, row
 from tests.harness.one_rank import one_rank
 from tests.harness.ranks import run_ranks
 
@@ -75,13 +72,9 @@ def told(*arguments, num_ranks=1):
 
     def on_rank():
         fill = mock.patch.object(HFWeights, "fill", autospec=True, side_effect=HFWeights.fill)
-        out, err = io.StringIO(), io.StringIO()
-        with fill as spy, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                code = main([*arguments, "--json"])
-            except SystemExit as stop:
-                code = int(stop.code or 0)
-        return Told(code, out.getvalue(), err.getvalue(), spy.call_count)
+        with fill as spy:
+            said = captured(*arguments, "--json")
+        return Told(*said, spy.call_count)
 
     return run_ranks(num_ranks, on_rank)[0]
 

@@ -12,28 +12,19 @@ from megatron_prefix.lab.models import hf
 from megatron_prefix.lab.models.presets import PRESETS, RopeScaling, resolve
 
 LLAMA3 = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu",
-    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
-    "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0,
-    "tie_word_embeddings": False, "vocab_size": 128256,
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 8192,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256,
 }  # fmt: skip
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128,
-    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-    "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
-    "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
-    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
-    "vocab_size": 151936,
+    "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
+    "max_position_embeddings": 40960, "model_type": "qwen3", "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "rope_theta": 1000000, "vocab_size": 151936,
 }  # fmt: skip
 QWEN3_MOE = {
-    **QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1,
-    "hidden_size": 2048, "intermediate_size": 6144, "mlp_only_layers": [],
-    "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
-    "num_hidden_layers": 48, "num_key_value_heads": 4, "router_aux_loss_coef": 0.001,
+    **QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
 }  # fmt: skip
 LLAMA31_ROPE = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -44,16 +35,13 @@ YARN = {
     "original_max_position_embeddings": 4096, "type": "yarn",
 }  # fmt: skip
 DEEPSEEK = {
-    "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3,
-    "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+    "model_type": "deepseek_v3", "first_k_dense_replace": 3, "hidden_size": 7168,
     "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
-    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
-    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_scaling": YARN, "rope_theta": 10000,
-    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
-    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+    "routed_scaling_factor": 2.5, "topk_group": 4, "v_head_dim": 128, "vocab_size": 129280,
 }  # fmt: skip
 MOONLIGHT = {
     **DEEPSEEK, "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 11264,
@@ -76,43 +64,37 @@ YARN_GPT = {
 }  # fmt: skip
 KINDS = ["sliding_attention", "full_attention"]
 GPT_OSS = {
-    "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64, "hidden_act": "silu",
-    "hidden_size": 2880, "initializer_range": 0.02, "intermediate_size": 2880,
+    "model_type": "gpt_oss", "head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880,
     "layer_types": KINDS * 12, "max_position_embeddings": 131072, "num_attention_heads": 64,
     "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
     "num_local_experts": 32, "rms_norm_eps": 1e-05, "rope_scaling": YARN_GPT, "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-    "tie_word_embeddings": False, "vocab_size": 201088,
+    "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "vocab_size": 201088,
 }  # fmt: skip
 QWEN3_NEXT = {
-    **QWEN3_MOE, "architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 4,
-    "head_dim": 256, "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128, "max_position_embeddings": 262144, "model_type": "qwen3_next",
-    "moe_intermediate_size": 512, "num_attention_heads": 16, "num_experts": 512,
-    "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
-    "partial_rotary_factor": 0.25, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
+    **QWEN3_MOE, "full_attention_interval": 4, "head_dim": 256, "hidden_size": 2048,
+    "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144, "model_type": "qwen3_next", "moe_intermediate_size": 512,
+    "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10,
+    "num_hidden_layers": 48, "num_key_value_heads": 2, "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
 }  # fmt: skip
 QWEN3_5 = {
-    "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
-    "hidden_size": 4096, "intermediate_size": 12288, "linear_num_value_heads": 32,
+    "full_attention_interval": 4, "head_dim": 256, "hidden_size": 4096, "intermediate_size": 12288,
+    "linear_num_value_heads": 32,
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8, "num_attention_heads": 16,
     "max_position_embeddings": 262144, "model_type": "qwen3_5_text", "num_hidden_layers": 32,
     "num_key_value_heads": 4,
     "rope_parameters": {
         "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
         "rope_theta": 10000000, "rope_type": "default",
-    },
-    "vocab_size": 248320,
+    }, "vocab_size": 248320,
 }  # fmt: skip
 NEMOTRON_H = {
-    "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "conv_kernel": 4,
-    "head_dim": 128, "hidden_size": 4096, "hybrid_override_pattern": "M-M-M-M*-M",
+    "conv_kernel": 4, "head_dim": 128, "hidden_size": 4096, "hybrid_override_pattern": "M-M-M-M*-M",
     "intermediate_size": 21504, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64,
-    "mamba_num_heads": 128, "mlp_bias": False, "mlp_hidden_act": "relu2",
-    "model_type": "nemotron_h", "n_groups": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "ssm_state_size": 128, "tie_word_embeddings": False, "use_conv_bias": True,
-    "vocab_size": 131072,
+    "mamba_num_heads": 128, "model_type": "nemotron_h", "n_groups": 8, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "ssm_state_size": 128, "vocab_size": 131072,
 }  # fmt: skip
 NEMOTRON_MOE = {
     "hybrid_override_pattern": "MEM-M-M*-E", "moe_intermediate_size": 96, "n_routed_experts": 16,
@@ -175,7 +157,8 @@ def test_layers_and_auxiliary_losses_are_as_the_file_says(tmp_path):
     kinds = [*KINDS, KINDS[1]]
     found = loaded(tmp_path, {**GPT_OSS, "num_hidden_layers": 3, "layer_types": kinds})
     assert found.window_attn_skip_freq == (1, 0, 0)
-    assert loaded(tmp_path, {**QWEN3, "sliding_window": 4096}).window_size is None  # no switch
+    switched = {"sliding_window": 4096, "use_sliding_window": False}
+    assert loaded(tmp_path, QWEN3 | switched).window_size is None
 
 
 def test_models_that_see_and_layers_in_lists(tmp_path):

@@ -20,7 +20,7 @@ from megatron_prefix.lab.models.weights import (
     tensor_split,
 )
 from megatron_prefix.lab.runtime import Layout
-from tests.harness import hf_checkpoints
+from tests.harness import hf_checkpoints, steps
 from tests.harness.hf_checkpoints import FAMILIES, LENGTH, VOCAB
 from tests.harness.ranks import run_ranks
 
@@ -42,19 +42,13 @@ def logits(chunks):
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(iterator, model):
-        row = next(iterator)
-        output = model(row, torch.arange(LENGTH)[None], None)
+        output = model(next(iterator)["tokens"], torch.arange(LENGTH)[None], None)
         return output, lambda found, non_loss_data: found
 
-    rows = hf_checkpoints.tokens().split(1)
-    iterators = [iter(rows) for _ in chunks]
-    several = len(chunks) > 1
+    items = [{"tokens": row} for row in hf_checkpoints.tokens().split(1)]
+    options = {"forward_only": True, "collect_non_loss_data": True}
     with torch.no_grad():
-        found = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterators if several else iterators[0],
-            model=chunks if several else chunks[0], num_microbatches=len(rows), seq_length=LENGTH,
-            micro_batch_size=1, forward_only=True, collect_non_loss_data=True,
-        )  # fmt: skip
+        found = steps.call(get_forward_backward_func(), forward_step, chunks, items, **options)
     return torch.cat(found) if found else None
 
 

@@ -32,7 +32,6 @@ LENGTHS = st.lists(st.integers(1, 1000), max_size=40)
 
 
 def some(num=3, size=4, response=24):
-    """Groups of uneven rollouts."""
     return list(generate(num, 32, response, size, vocab_size=64, seed=3))
 
 

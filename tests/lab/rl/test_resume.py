@@ -60,7 +60,6 @@ def test_resume_on_another_number_of_ranks(tmp_path):
 
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory):
-    """A run of one step that was saved."""
     folder = tmp_path_factory.mktemp("one step")
     train(folder, 1, settings(), save_every=1)
     return folder
@@ -125,7 +124,6 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path, one_step):
 
 
 def hold(folder, pipe):
-    """A run that writes until it is told to leave."""
     with claimed(folder):
         pipe.send("ready")
         pipe.recv()
