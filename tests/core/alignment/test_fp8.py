@@ -30,17 +30,11 @@ LARGEST = 448.0
 
 
 class Recipe(NamedTuple):
-    """Blocks that have a scale.
+    """Blocks that have a scale."""
 
-    Attributes:
-        block: numbers of a row, or of a column.
-        square: whether a weight's are as high as they are wide.
-        least: of rows, that transformer-engine takes multiples of.
-    """
-
-    block: int
-    square: bool
-    least: int
+    block: int  # numbers of a row, or of a column
+    square: bool  # whether a weight's are as high as they are wide
+    least: int  # of rows, that transformer-engine takes multiples of
 
 
 BLOCKWISE, MX = Recipe(128, square=True, least=16), Recipe(32, square=False, least=32)
@@ -151,14 +145,9 @@ def _items(advantages, seed, recipe=BLOCKWISE):
 
 
 class Ran:
-    """Steps of both schedules in FP8, each with its own tokens and advantages.
-
-    Attributes:
-        verdict: errors against products that are not rounded, as the lab judges them.
-        ratios: the same of a layer's weights, against gradients that are not rounded, of the same
-            rows: those of a backward alone, pooled over steps.
-        traces: of the last step: stock, ours, without FP8.
-    """
+    """Steps of both schedules in FP8, each with its own tokens and advantages: as a `verdict` their
+    errors against products that are not rounded, as the lab judges them; as `ratios` those of a
+    layer's weights in a backward alone, pooled over steps; and the last step's traces."""
 
     def __init__(self, advantages, limit, recipe, draws=3):
         self._model = small_model(spec={"hidden_size": 128, "ffn_hidden_size": 256})

@@ -1,4 +1,4 @@
-"""GatedDeltaNet and Mamba2 under the prefix schedule in fp64, against plain autograd."""
+"""GatedDeltaNet and Mamba2 under the prefix schedule: fp64 against plain autograd, and bf16."""
 
 import inspect
 import re
@@ -8,17 +8,20 @@ from typing import Any, NamedTuple
 import megatron.core
 import pytest
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from packaging.version import Version
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.numerics.compare import Trace, Verdict
+from megatron_prefix.lab.numerics.pooled import Errors
 from megatron_prefix.lab.platforms.exact import by_definition
 from megatron_prefix.lab.predict.of_rank import footprint_of_rank, recomputes
 from megatron_prefix.layers import table
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run.rank import Rank
-from tests.harness import hybrid, steps
+from tests.harness import hybrid, one_group, steps
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
@@ -185,3 +188,25 @@ def _take_kernels(model, patch):
         names = getattr(type(module), method).__globals__
         for kernel in {"chunk_gated_delta_rule", "mamba_split_conv1d_scan_combined"} & {*names}:
             patch.setitem(names, kernel, None)
+
+
+def trace(schedule, model, seed):
+    logs, gradients = one_group.run(schedule, model, data=steps.group(seed, 4))
+    return Trace(torch.stack([log["sum"].double() for log in logs]), gradients)
+
+
+@pytest.mark.parametrize("name", [GDN, MAMBA])
+@pytest.mark.usefixtures("families")
+def test_in_bf16_no_further_from_fp32_than_the_stock_schedule(name):
+    model = hybrid.model_of(name, dtype=torch.bfloat16)
+    exact = hybrid.model_of(name, dtype=torch.float32)
+    unwrap(exact).load_state_dict(unwrap(model).state_dict())
+    stock, ours = get_forward_backward_func(), schedule_with(chunk_tokens=5)
+    errors = Errors()
+    for seed in range(4):
+        expected, truth = (trace(stock, chunk, seed) for chunk in (model, exact))
+        errors.add(expected, trace(ours, model, seed), truth)
+        assert ours.report.forest.executed_tokens < ours.report.forest.raw_tokens
+    verdict = errors.judged(Verdict(0.0, 0.0, 0.0, 0.0, None))
+    assert verdict.passed, verdict.failures
+    assert 0.5 < verdict.grad_error_ratio_p50 < 1.1, "equal errors of nothing, else"

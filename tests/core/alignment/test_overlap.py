@@ -34,30 +34,21 @@ NO_AUX = {"moe_aux_loss_coeff": 0.0}
 
 
 class Found(NamedTuple):
-    """What a rank found.
-
-    parameters: after the last step. watched: the reductions of each step. shared: whether the
-    prefix schedule ran, of its steps.
-    """
+    """What a rank found: weights after the last step, and the reductions of each step."""
 
     parameters: dict[str, Tensor]
     watched: list[Watched]
-    shared: list[bool]
 
 
 class Job(NamedTuple):
-    """Steps on ranks.
-
-    name: preset. layout: of the ranks. model: fields of the preset. build: options of the built
-    model. prefix: of the prefix schedule. around: (step, rank, chunks) -> context of a step.
-    """
+    """Steps on ranks of a preset's model."""
 
     name: str = "tiny-qwen3"
     layout: Layout = Layout(dp=2)
-    model: Mapping[str, Any] = MappingProxyType({})
-    build: Mapping[str, Any] = MappingProxyType({})
-    prefix: PrefixConfig = CONFIG
+    model: Mapping[str, Any] = MappingProxyType({})  # fields of the preset
+    build: Mapping[str, Any] = MappingProxyType({})  # options of the built model
     around: Callable[..., contextlib.AbstractContextManager] = lambda *_: contextlib.nullcontext()
+    """(step, rank, chunks) -> context of a step."""
 
     def on_ranks(self, turns, overlaps, data):
         """Steps by the stock schedule (S) and ours (P); `data` gives a rank's groups by step."""
@@ -84,9 +75,9 @@ class Job(NamedTuple):
         chunks = build_model(spec, layout=self.layout, **build)
         # A large eps, so that the update does not magnify the rounding of small gradients.
         optimizer = build_optimizer(chunks, lr=1e-3, eps=1e-3, clip_grad=0.0)
-        schedules = {"S": get_forward_backward_func(), "P": PrefixSchedule(self.prefix)}
+        schedules = {"S": get_forward_backward_func(), "P": PrefixSchedule(CONFIG)}
         step = loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9))
-        watch, shared = Watch(chunks), []
+        watch = Watch(chunks)
         rank = parallel_state.get_data_parallel_rank()
         for number, turn in enumerate(turns):
             mine = data(number, rank, spec, self.layout)
@@ -100,14 +91,12 @@ class Job(NamedTuple):
             with self.around(number, rank, chunks):
                 passes.run(schedules[turn], step, chunks, items)
             assert optimizer.step()[0]
-            if turn == "P":
-                shared.append(schedules[turn].report.decision.share)
         values = {
             f"{number} {name}": parameter.detach().clone()
             for number, chunk in enumerate(chunks)
             for name, parameter in global_parameters(unwrap(chunk))
         }
-        return Found(values, watch.steps, shared)
+        return Found(values, watch.steps)
 
 
 def flat(number, rank, spec, layout):

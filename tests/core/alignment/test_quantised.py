@@ -43,19 +43,12 @@ MIXED: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe of ModelOpt's, and what is changed of it.
-
-    Attributes:
-        recipe: its name.
-        model: a preset.
-        more: quantisers that are set otherwise.
-        wrong: what the schedule refuses is run, and not equal.
-    """
+    """A recipe of ModelOpt's, and what is changed of it."""
 
     recipe: str
     model: str = "tiny-llama"
-    more: Sequence[dict[str, Any]] = ()
-    wrong: bool = False
+    more: Sequence[dict[str, Any]] = ()  # quantisers that are set otherwise
+    wrong: bool = False  # what the schedule refuses is run, and not equal
 
 
 def built(case, layout):

@@ -45,11 +45,7 @@ JOBS = {
 
 
 class Routed(Trainer):
-    """Every position follows its own tokens; one sample in three leaves the others in its prompt.
-
-    Attributes:
-        routers: of the model chunks.
-    """
+    """Positions follow their own tokens; one sample in three leaves the others in its prompt."""
 
     routers: Sequence[Any] = ()
 

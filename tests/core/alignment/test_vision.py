@@ -25,18 +25,8 @@ QWEN3 = "Megatron-Bridge, Qwen3-VL"
 
 
 class Case(NamedTuple):
-    """What is special about a step.
-
-    Attributes:
-        form: of the model calls.
-        model: see tests/harness/vision.py.
-        build: options of the model.
-        prefix: options of the schedule.
-        images: whether there are any.
-        forward_only: without gradients.
-        splits: ranks share the images of a call, so that their runs are not counted.
-        cuts_labels: see `vision.Trainer`.
-    """
+    """What is special about a step: of its model calls, its model (tests/harness/vision.py) and the
+    options of that, and of the schedule."""
 
     form: Form = PACKED
     model: str = QWEN3
@@ -44,42 +34,31 @@ class Case(NamedTuple):
     prefix: Any = MappingProxyType({})
     images: bool = True
     forward_only: bool = False
-    splits: bool = False
-    cuts_labels: bool = False
+    splits: bool = False  # ranks share the images of a call, so that their runs are not counted
+    cuts_labels: bool = False  # see `vision.Trainer`
 
 
 RECURRENT = Case(ROWS, "mbridge, GLM-4V", build={"spec": hybrid.GDN, "num_layers": 4})
 OVERLAP = Case(build={"overlap_grad_reduce": True, "bucket_size": 5000})
 TIED = Case(build={**OVERLAP.build, "tied": True})
-EXPERTS = Case(
-    PADDED,
-    build={
-        "spec": "tiny-moe",
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.05,
-        "moe_z_loss_coeff": 0.01,
-    },
-)
+EXPERTS = Case(PADDED, build={
+    "spec": "tiny-moe", "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.05,
+    "moe_z_loss_coeff": 0.01,
+})  # fmt: skip
 OWN = Case(
     Form(packed=False, sizes=SIZES, pad=4), "mbridge, GLM-4V", build={"make": vision_own.made}
 )
 """A model that is its own language model."""
-FREEZE = {"freeze": True}
 ONE = {
-    "packed": Case(),
-    "own": OWN,
-    "rows": Case(ROWS),
-    "text": Case(images=False),
-    "experts": EXPERTS,
-    "recurrent layers": RECURRENT,
-    "frozen tower": Case(build=FREEZE),
+    "packed": Case(), "own": OWN, "rows": Case(ROWS), "text": Case(images=False),
+    "experts": EXPERTS, "recurrent layers": RECURRENT,
+    "frozen tower": Case(build={"freeze": True}),
     "forward only": Case(Form(sizes=SIZES, logits=True), forward_only=True),
     "recomputed layers": Case(
         model="mbridge, GLM-4V", build={"recompute": "full"}, prefix={"memory": "recompute"}
     ),
-    "offload": Case(prefix={"memory": "offload"}),
-    "overlap": OVERLAP,
-}
+    "offload": Case(prefix={"memory": "offload"}), "overlap": OVERLAP,
+}  # fmt: skip
 ACROSS = Case(prefix={"across_ranks": "on"})
 KINDS = [*vision.KINDS]
 """Models differ where ranks slice what is given, so all of them run there: each layout with others

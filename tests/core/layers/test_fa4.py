@@ -198,17 +198,11 @@ class Aux(NamedTuple):
 
 
 class Library:
-    """`_flash_attn_fwd`: a function that finds its kernel in an attribute of its own.
-
-    Attributes:
-        calls: of the function.
-        launches: of kernels.
-        change: of the arguments, before a launch.
-    """
+    """`_flash_attn_fwd`: a function that finds its kernel in an attribute of its own."""
 
     def __init__(self):
-        self.calls = self.launches = 0
-        self.change = lambda arguments: None
+        self.calls = self.launches = 0  # of the function, and of kernels
+        self.change = lambda arguments: None  # before a launch
 
         def function(q, k, v, *, scale, starts=None):
             self.calls += 1

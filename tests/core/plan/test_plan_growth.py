@@ -1,4 +1,5 @@
-"""Planning takes time in proportion to a step: calls are counted, as times of a machine vary."""
+"""Planning takes time in proportion to a step: calls are counted, as times of a machine vary; and
+lengths of segments that fill deep pipelines."""
 
 import math
 import sys
@@ -7,10 +8,17 @@ from functools import partial
 import pytest
 
 from benchmarks.plan_growth import Case, Planner, groups_of
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers.model import cost_of
+from megatron_prefix.plan import step_planner
 from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.plan.memory import Footprint, StageBytes
 from megatron_prefix.plan.memory_policy import Rates, automatic
+from megatron_prefix.plan.prediction import predict
+from megatron_prefix.plan.step_planner import Forecast, StepPlanner
 from megatron_prefix.tree import TreeOptions, build
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness.trees import flat_rollouts, interleaved
@@ -85,3 +93,28 @@ def test_payload_maps():
         return partial(payload_map, plan.segments, plan.actions_of(0, 0))
 
     assert exponent((64, 256), work_of) < MOST
+
+
+SPEC = resolve("llama3-8b")
+
+
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(8, 1), (16, 1), (8, 4)])
+def test_a_small_step_is_cut_until_it_fills_the_pipeline(monkeypatch, num_ranks, num_chunks):
+    """It takes a quarter less time than in the two longest lengths and one between them."""
+    rollouts = groups_of(64)
+    owners = [number // 8 for number in range(len(rollouts))]
+    times = cost_of(SPEC).in_seconds(4e14, SPEC.num_layers, num_ranks, num_chunks)
+
+    def judge(joint, plan):
+        predicted = predict(times, joint.union, joint.union_microbatch_of, plan)
+        return Forecast(plan, plan, 0.0, 0.0, predicted, retains=True)
+
+    def seconds():
+        planner = StepPlanner(PrefixConfig(), times, 1, num_ranks, num_chunks, None)
+        _, forest = planner.build(rollouts, owners, judge)
+        joint = JointForest.alone(forest, owners)
+        return judge(joint, planner.plan(joint)).prediction.prefix_seconds
+
+    chosen = seconds()
+    monkeypatch.setattr(step_planner, "FEWEST_SEGMENTS", 0)
+    assert chosen < 0.75 * seconds()

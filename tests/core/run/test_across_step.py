@@ -62,17 +62,11 @@ def gradients(schedule, model, items):
 
 
 class Found(NamedTuple):
-    """What a rank has found in some steps.
+    """What a rank has found in some steps."""
 
-    Attributes:
-        said: why nothing crossed in each step, or what it raised.
-        seconds: that they took.
-        received: positions, in the last one.
-    """
-
-    said: list[str]
+    said: list[str]  # why nothing crossed in each, or what it raised
     seconds: float
-    received: int
+    received: int  # positions, in the last one
 
 
 nothing = contextlib.nullcontext

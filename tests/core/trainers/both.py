@@ -35,30 +35,20 @@ AUTO = dataclasses.replace(CONFIG, mode="auto", min_speedup=1e-3)
 class Step:
     """One call of the schedule.
 
-    Attributes:
-        kind: "update", or "forward" for a pass without gradients.
-        executed: tokens that ran through the model; of `raw`, what the stock schedule runs.
-        limit: what the numerics policy allows the differences.
-        gradient: largest difference of a gradient, relative to the largest element of its
-            parameter, or to a hundredth of the largest of all where that is more.
-        results: largest difference of what the schedule returned, likewise.
-        scored: positions that went through the output layer.
-        reason: why the stock schedule ran; "" where the step was shared.
-        unshared: positions that were computed again since routes differ.
-        verified: with `PrefixConfig.verify`, the largest difference that it told, in units of what
-            rounding allows; infinite where it told none.
+    Differences of a gradient are relative to the largest element of its parameter, or to a
+    hundredth of the largest of all where that is more; those of results likewise.
     """
 
-    kind: str
-    executed: int
-    raw: int
-    limit: float
+    kind: str  # "update", or "forward" for a pass without gradients
+    executed: int  # tokens that ran through the model
+    raw: int  # of what the stock schedule runs
+    limit: float  # what the numerics policy allows the differences
     gradient: float
     results: float
-    scored: int = 0
-    reason: str = ""
-    unshared: int = 0
-    verified: float | None = None
+    scored: int = 0  # positions that went through the output layer
+    reason: str = ""  # why the stock schedule ran; "" where the step was shared
+    unshared: int = 0  # positions that were computed again since routes differ
+    verified: float | None = None  # what `verify` told, as parts of what rounding allows
 
     @property
     def problem(self):
@@ -100,29 +90,20 @@ class _Seen(NamedTuple):
 class Both:
     """Takes the place of `get_forward_backward_func`; calling it gives the schedule.
 
-    Attributes:
-        config: of the prefix schedule.
-        trained: see `get_forward_backward_func`.
-        samples, masks_tokens: likewise.
-        swapped: what has taken Megatron's place; its schedule runs, not that of `config`.
-        state: what holds more of the trainer's than the model does, such as routes in a queue:
-            lists, or objects, whose attributes are the same before every run.
-        left: what losses have left behind after a run, compared as its results are.
-        dtype: in which trainers compute.
-        leaves_alike: whether, after updates too, both schedules leave equally much in `state`; they
-            do where all activations are recomputed, and in passes without gradients.
-        steps: what was seen of every step.
+    `state` holds more of the trainer's than the model does, such as routes in a queue: lists, or
+    objects, whose attributes are the same before every run. Both schedules leave equally much there
+    in passes without gradients, and in updates too where all activations are recomputed.
     """
 
     config: PrefixConfig = CONFIG
-    trained: Callable[..., Any] | None = None
+    trained: Callable[..., Any] | None = None  # this and the next two: get_forward_backward_func
     samples: Callable[..., Any] | None = None
     masks_tokens: bool = False
-    swapped: Callable[..., Any] | None = None
+    swapped: Callable[..., Any] | None = None  # what has taken Megatron's place runs, not `config`
     state: Callable[[], list[Any]] = list
-    left: Callable[[], Any] = tuple
-    dtype: torch.dtype = torch.float32
-    leaves_alike: bool = False
+    left: Callable[[], Any] = tuple  # by losses, after a run; compared as its results are
+    dtype: torch.dtype = torch.float32  # in which trainers compute
+    leaves_alike: bool = False  # updates, too
     steps: list[Step] = field(default_factory=list)
 
     def __call__(self, *_, **__):

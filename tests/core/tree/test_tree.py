@@ -24,9 +24,7 @@ from tests.harness.trees import (
     as_pairs,
     exact,
     flat_rollouts,
-    forest_of_nodes,
     is_prefix_tree,
-    random_trees,
     received,
     rollout_sets,
     tree_options,
@@ -63,35 +61,6 @@ def test_small_trees_share_segments_and_spans_know_their_parents():
     assert trees(forest.segments) == [(0, 1), (1,), (2, 0, 0, 1, 1, 1)]
     assert (num_trees(forest.segments), max_depth(forest), forest.executed_tokens) == (3, 3, 23)
     assert forest.paths[3] == (Place(0, 1), Place(1, 0), Place(2, 5))
-
-
-def test_the_last_prompt_token_joins_branches_by_its_label():
-    prompt = [5, 6, 7]
-    rollouts = [
-        as_pairs([*prompt, *answer[:-1]], [*prompt[1:], *answer], [False, False, True, True])
-        for answer in ([1, 9], [2, 9])
-    ]
-    assert shape(build(rollouts, None, exact())) == [
-        ((), [(0, 2, (0, 1))]),
-        ((0,), [(2, 2, (0,)), (2, 2, (1,))]),
-    ]
-
-
-def test_boundaries_round_toward_the_root():
-    rollouts, groups = flat_rollouts(prefix=10, suffix=3, num=2, num_groups=1)
-    assert shape(build(rollouts, groups, exact(multiple=4))) == [
-        ((), [(0, 8, (0, 1))]),
-        ((0,), [(8, 5, (0,)), (8, 5, (1,))]),
-    ]
-    wave = build(rollouts, groups, exact(multiple=4)).segments[1]
-    assert [span.padded for span in wave.spans] == [8, 8]
-    assert wave.padded_length == 16
-
-
-def test_a_segment_that_saves_exactly_the_least_gain_stays():
-    rollouts, groups = flat_rollouts(prefix=10, suffix=4, num=3, num_groups=1)
-    assert build(rollouts, groups, exact(min_gain=20)).executed_tokens == 22
-    assert build(rollouts, groups, exact(min_gain=21)).executed_tokens == 42
 
 
 def test_what_is_behind_the_last_loss_is_not_computed():
@@ -228,7 +197,7 @@ def test_routes_that_no_model_can_follow_are_refused():
 
 @given(rollout_sets(), tree_options())
 @settings(max_examples=rounds(30, 500))
-def test_boundaries_are_aligned_and_inner_segments_unpadded(sets, options):
+def test_spans_are_aligned_and_segments_padded_scored_and_cut_as_options_say(sets, options):
     forest = build(*sets, options)
     is_prefix_tree(forest)
     assert forest.multiple == options.multiple
@@ -242,8 +211,15 @@ def test_boundaries_are_aligned_and_inner_segments_unpadded(sets, options):
             assert 0 <= span.padded - span.length < options.multiple
         if segment.inner:
             assert all(span.padded == span.length for span in segment.spans)
+        if len(segment.spans) > 1 and options.segment_tokens:
+            assert segment.padded_length <= options.segment_tokens
         for number in range(len(segment.spans)):
             assert segment.inner == (Place(index, number) in read)
+            above = ancestors(forest.segments, Place(index, number))
+            assert not any(place.segment == index for place in above)
+        assert segment.scored == any(
+            span.end > sets[0][one].first_trained for span in segment.spans for one in span.rollouts
+        )
 
 
 @given(rollout_sets(), tree_options())
@@ -264,18 +240,6 @@ def test_chunks_keep_the_limit_and_nothing_else_is_a_chain(sets, options):
             if above is not None:
                 parent = forest.segments[above.segment].spans[above.number]
                 assert len(span.rollouts) < len(parent.rollouts)
-
-
-@given(rollout_sets(), tree_options())
-@settings(max_examples=rounds(30, 500))
-def test_scored_segments_reach_a_trained_position(sets, options):
-    rollouts, groups = sets
-    forest = build(rollouts, groups, options)
-    for segment in forest.segments:
-        reached = [
-            span.end > rollouts[m].first_trained for span in segment.spans for m in span.rollouts
-        ]
-        assert segment.scored == any(reached)
 
 
 @given(rollout_sets(), tree_options())
@@ -340,40 +304,6 @@ def test_sharing_does_not_depend_on_the_order_of_rollouts(sets, options, rng):
 
 
 # Packing: which spans share a segment, how many segments there are, and what must be held ---------
-
-budgets = st.sampled_from([0, 1, 5, 20, 60, 200, 1000])
-randoms = st.randoms(use_true_random=True)
-
-
-def packed(rng, budget):
-    """Random trees and their forest."""
-    roots, first = random_trees(rng, depth=rng.randint(1, 6))
-    return roots, forest_of_nodes(roots, first, TreeOptions(segment_tokens=budget))
-
-
-forests = st.one_of(
-    st.builds(lambda sets, options: build(*sets, options), rollout_sets(), tree_options()),
-    st.builds(lambda rng, budget: packed(rng, budget)[1], randoms, budgets),
-)
-
-
-@given(forests)
-@settings(max_examples=rounds(40, 500))
-def test_every_rollout_goes_through_one_span_a_position(forest):
-    """And at most once through a segment, so none of its spans is an ancestor of another."""
-    is_prefix_tree(forest)
-    for index, segment in enumerate(forest.segments):
-        places = [Place(index, number) for number in range(len(segment.spans))]
-        above = {place for one in places for place in ancestors(forest.segments, one)}
-        assert not any(place.segment == index for place in above)
-
-
-@given(rollout_sets(), tree_options())
-@settings(max_examples=rounds(40, 500))
-def test_segments_keep_the_budget_unless_they_are_a_single_span(sets, options):
-    for segment in build(*sets, options).segments:
-        if len(segment.spans) > 1 and options.segment_tokens:
-            assert segment.padded_length <= options.segment_tokens
 
 
 @given(rollout_sets(), tree_options(), st.sampled_from([1, 5, 20, 100]))

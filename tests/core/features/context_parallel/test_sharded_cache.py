@@ -1,95 +1,75 @@
 """Context parallelism: the sidecar of which every rank holds a part, and what ranks send for it."""
 
-import itertools
-import threading
-import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from megatron.core import parallel_state
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.context_parallel.part import ExchangedLayers
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.read.read_calls import CallTokens, ReadCalls
 from megatron_prefix.run.read.step import read_step
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.row_exchange import RowExchange
+from megatron_prefix.sidecar.row_exchange import Pending, RowExchange
 from megatron_prefix.tree import TreeOptions, build, cp_layout
 from megatron_prefix.tree.payload_map import Form, payload_map
+from tests.harness.ranks import run_ranks
 from tests.harness.trees import flat_rollouts
 
 
-class World:
-    """What the ranks have sent: by number of the call and rank."""
+class Alone:
+    """A process group of one rank, or one of several that nobody asks anything of."""
 
-    def __init__(self, size):
-        self.size = size
-        self._given = {}
-        self._news = threading.Condition()
+    def __init__(self, size=1):
+        self._size = size
 
-    def give(self, number, rank, tensors):
-        with self._news:
-            self._given[number, rank] = tensors
-            self._news.notify_all()
+    def rank(self):
+        return 0
 
-    def of_all(self, number):
-        keys = [(number, rank) for rank in range(self.size)]
-        with self._news:
-            if not self._news.wait_for(lambda: all(key in self._given for key in keys), 10):
-                raise TimeoutError(f"call {number}: a rank has not come")
-            return [self._given[key] for key in keys]
+    def size(self):
+        return self._size
 
 
-@dataclass
-class Later:
-    """Replaces Pending."""
-
-    make: Callable[[], tuple[Tensor, ...]]
-    works: tuple[Any, ...] = (None,)
-
-    def wait(self):
-        return self.make()
-
-
-class PlayedRank(RowExchange):
+class Noted(RowExchange):
     """One rank; `sent` is what it has sent, call by call."""
 
-    def __init__(self, world, rank):
-        self._world, self.rank, self.size = world, rank, world.size
+    def __init__(self, group):
+        super().__init__(group)
         self.sent = []
-        self._numbers = itertools.count()
-        self._tables = {}
-
-    def _give(self, *tensors):
-        number = next(self._numbers)
-        self._world.give(number, self.rank, tensors)
-        self.sent.append(tensors)
-        return number
 
     def gather(self, *parts):
-        number = self._give(torch.cat(parts, dim=-1))
-        return Later(lambda: tuple(map(torch.cat, zip(*self._world.of_all(number), strict=True))))
+        self.sent.append(torch.cat(parts, dim=-1))
+        return super().gather(*parts)
 
     def reduce_scatter(self, view):
-        number = self._give(view)
+        self.sent.append(view)
+        return super().reduce_scatter(view)
 
-        def mine():
-            total = sum(given for (given,) in self._world.of_all(number))
-            return (total.chunk(self.size)[self.rank],)
 
-        return Later(mine)
+class Lone(Noted):
+    """A rank that nobody answers; `coming` is the memory of what it has asked for."""
+
+    def __init__(self):
+        super().__init__(Alone(2))
+        self.coming = []
+
+    def gather(self, *parts):
+        view = torch.cat([torch.cat(parts, dim=-1)] * 2)
+        self.coming.append(StorageWeakRef(view.untyped_storage()))
+        return Pending((), (view,))
+
+    def reduce_scatter(self, view):
+        return Pending((), (view.chunk(2)[0],))
 
 
 def spread(reduce, planned, num_layers, rank):
@@ -100,11 +80,15 @@ def spread(reduce, planned, num_layers, rank):
     return SidecarCache(places, forms, ExchangedLayers(places, forms, rank), rank)
 
 
-def play(size, part):
-    """Runs `part` on every rank; returns the results."""
-    world = World(size)
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(part, [PlayedRank(world, rank) for rank in range(size)]))
+def play(part):
+    """Runs `part` on two ranks."""
+
+    def on_rank():
+        runtime.initialize(Layout(cp=2))
+        part(Noted(parallel_state.get_context_parallel_group()))
+        runtime.shutdown()
+
+    run_ranks(2, on_rank)
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -161,7 +145,7 @@ def test_reads_are_gathered_ahead_once_and_released():
         cache.read(0, WAVE, cache.level(WAVE, 0))
         assert len(rank.sent) == NUM_LAYERS + 1, "what was released is gathered again"
 
-    play(2, part)
+    play(part)
 
 
 @both_ways
@@ -175,47 +159,36 @@ def test_gradients_of_16_bit_keys_are_added_up_in_32(reduce):
             wave = torch.full((16, 2, 5), size, dtype=torch.bfloat16)
             cache.add(0, WAVE, cache.level(WAVE, 0), (wave[..., :3], wave[..., 3:]))
         taken = [cache.take(0, index) for index in (1, 0)]
-        assert {given.dtype for (given,) in rank.sent} == {torch.float32}
+        assert {given.dtype for given in rank.sent} == {torch.float32}
         found = torch.cat([torch.cat(both, -1) for both in taken if both is not None])
         assert torch.equal(found, wanted)
 
-    play(2, part)
+    play(part)
 
 
 @both_ways
 def test_a_failed_step_leaves_nothing_behind(reduce):
-    def part(rank):
-        cache = filled(rank, reduce)
-        if rank.rank:  # the other rank is alone from here on
-            return
-        cache.prefetch(0, 2)
-        cache.own_keys(0, WAVE, False, (random(8, 2, 3), random(8, 2, 2)))
-        cache.add(1, WAVE, cache.level(WAVE, 0), (random(16, 2, 3), random(16, 2, 2)))
-        cache.clear()
-        assert cache.device_bytes.held == 0
-        with pytest.raises(RuntimeError, match="segment 2 reads segment 0, which is empty: before"):
-            cache.read(0, WAVE, cache.level(WAVE, 0))
-        with pytest.raises(RuntimeError, match="after its backward"):
-            cache.add(0, WAVE, cache.level(WAVE, 0), (random(16, 2, 3), random(16, 2, 2)))
-
-    play(2, part)
+    rank = Lone()
+    cache = filled(rank, reduce)
+    cache.prefetch(0, 2)
+    cache.own_keys(0, WAVE, False, (random(8, 2, 3), random(8, 2, 2)))
+    cache.add(1, WAVE, cache.level(WAVE, 0), (random(16, 2, 3), random(16, 2, 2)))
+    cache.clear()
+    assert cache.device_bytes.held == 0
+    with pytest.raises(RuntimeError, match="segment 2 reads segment 0, which is empty: before"):
+        cache.read(0, WAVE, cache.level(WAVE, 0))
+    with pytest.raises(RuntimeError, match="after its backward"):
+        cache.add(0, WAVE, cache.level(WAVE, 0), (random(16, 2, 3), random(16, 2, 2)))
 
 
-def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind(monkeypatch):
-    rank, begun = PlayedRank(World(2), 0), []
-
-    def gather(*parts):
-        later = PlayedRank.gather(rank, *parts)
-        begun.append(weakref.ref(later))
-        return later
-
-    monkeypatch.setattr(rank, "gather", gather)
+def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind():
+    rank = Lone()
     cache = spread("segment", partial(payload_map, forest().segments, None, 2), 1, rank)
     cache.own_keys(0, 0, True, (random(4, 2, 3), random(4, 2, 2)))
-    (coming,) = begun
-    assert coming() is not None
+    (coming,) = rank.coming
+    assert not coming.expired()
     cache.clear()
-    assert coming() is None and cache.device_bytes.held == 0
+    assert coming.expired() and cache.device_bytes.held == 0
 
 
 @both_ways
@@ -242,20 +215,7 @@ def test_gradients_of_own_keys_are_added_up_in_32_bits(reduce):
             assert found.dtype is torch.float32
             assert torch.equal(found[:, 0, 0], wanted[mine])
 
-    play(2, part)
-
-
-class Alone:
-    """A process group of one rank, or one of several that nobody asks anything of."""
-
-    def __init__(self, size=1):
-        self._size = size
-
-    def rank(self):
-        return 0
-
-    def size(self):
-        return self._size
+    play(part)
 
 
 def test_samples_that_are_not_cut_into_two_chunks_are_refused():

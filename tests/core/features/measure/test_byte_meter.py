@@ -28,26 +28,17 @@ from tests.harness.ranks import run_ranks
 
 
 class Allocator:
-    """Counts while it runs.
+    """Counts bytes of sidecars and what autograd saves, while it runs; no weights of the model.
+    `hot` multiplies what is saved, as if this rank's tokens went to more experts."""
 
-    Args:
-        models: whose weights are not counted.
-
-    Attributes:
-        other: bytes that somebody else holds.
-        arenas: bytes of sidecars.
-        hot: factor of what autograd saves: this rank's tokens go to more experts.
-        highest: the most bytes at once, so far.
-    """
-
-    def __init__(self, *models):
-        every = [t for m in map(unwrap, models) for t in (*m.parameters(), *m.buffers())]
-        self._saved = SavedBytes(addresses(*every), self.note)
-        self.other, self.arenas, self.highest, self.hot = 0.0, 0.0, 0.0, 1.0
+    def __init__(self, model):
+        inner = unwrap(model)
+        self._saved = SavedBytes(addresses(*inner.parameters(), *inner.buffers()), self.note)
+        self.arenas, self.highest, self.hot = 0.0, 0.0, 1.0
 
     @property
     def used(self):
-        return self.other + self.arenas + self.hot * self._saved.now
+        return self.arenas + self.hot * self._saved.now
 
     def note(self):
         self.highest = max(self.highest, self.used)
@@ -98,7 +89,7 @@ class Step:
         self.limit = schedule.memory.limit
         self.share = schedule.report.decision.share
         self.policies = {*schedule.report.plan.policies}
-        self.peak = allocator.highest - allocator.other
+        self.peak = allocator.highest
         allocator.highest = max(before, allocator.highest)
 
 

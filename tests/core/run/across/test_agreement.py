@@ -3,13 +3,12 @@
 import socket
 from datetime import timedelta
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_prefix.errors import CannotShare, StepFailed, UserError, refused
-from megatron_prefix.features.across.communicator import Communicator, delivered
+from megatron_prefix.features.across.communicator import Communicator
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout, RankError, hosts
 from megatron_prefix.refusals.table import NOT_CAUSAL
@@ -94,25 +93,6 @@ def test_rows_are_said_once_and_may_not_change():
     assert first[:2] == [True, False] and "other shapes or dtypes" in str(first[2])
     assert second[0] == [[((3,), torch.float32)]]
     assert first[-1] and second[-1]
-
-
-def arrived(layout):
-    """What a rank gets where each has one row for itself, two for the next one, and rank 1 none."""
-    runtime.initialize(layout)
-    rank, num = dist.get_rank(), layout.dp
-    to = [rank, *[(rank + 1) % num] * 2] if rank != 1 else []
-    rows = np.array([[one, rank, place] for place, one in enumerate(to)], np.int32).reshape(-1, 3)
-    found = delivered(rows, dist.group.WORLD, CPU)
-    runtime.shutdown()
-    return sorted(map(tuple, found.tolist()))
-
-
-@pytest.mark.parametrize("num", [2, 3])
-def test_rows_reach_the_rank_that_they_are_for(num):
-    for rank, found in enumerate(run_ranks(num, arrived, Layout(dp=num))):
-        before = (rank - 1) % num
-        wanted = [(rank, before, place) for place in (1, 2) if before != 1]
-        assert found == sorted([(rank, rank, 0)] * (rank != 1) + wanted)
 
 
 # Which rank is on which host, and what an error says of it ----------------------------------------

@@ -26,11 +26,7 @@ CONFIG = PrefixConfig(min_gain=0, kernel="math")
 
 
 class Watched(steps.Contract):
-    """A trainer that remembers what its losses get, in their order.
-
-    Attributes:
-        seen: microbatches and outputs.
-    """
+    """A trainer that remembers which microbatches and outputs its losses get, in their order."""
 
     def __init__(self, **fields):
         super().__init__(**fields)
