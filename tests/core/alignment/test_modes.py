@@ -101,15 +101,3 @@ def test_a_budget_that_sharing_exceeds_is_kept_by_stock():
     assert decision.fallback and "and memory_budget_gb is" in decision.reason
     run(poor, model, forward_only=True)
     assert poor.report.decision.share
-
-
-def test_falling_back_is_counted_over_steps():
-    """Steps that share in between do not reset the count."""
-    model = small_model()
-    schedule = schedule_with(mode="auto")
-    counts = []
-    for least in (100.0, 0.01, 100.0):
-        object.__setattr__(schedule.config, "min_speedup", least)
-        run(schedule, model)
-        counts.append(schedule.report.fallback_count)
-    assert counts == [1, 1, 2]

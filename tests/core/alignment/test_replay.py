@@ -135,28 +135,6 @@ def test_a_step_is_that_of_the_stock_schedule(name):
     assert 0 < unshared < executed < sum(map(len, rollouts()))
 
 
-def test_a_buffer_that_every_microbatchs_routes_are_written_into():
-    buffers: dict[int, torch.Tensor] = {}
-    with one_rank():
-        built = small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
-
-        def step(iterator, model):
-            batch = next(iterator)
-            for number, router in routers_in(built).items():
-                routes = batch["routes"][0, :, router.layer_number - 1]
-                whole = buffers.setdefault(number, routes.new_zeros(200, routes.shape[1]))
-                whole[: len(routes)] = routes
-                router.router_replay.set_target_indices(whole[: len(routes)])
-            return CONTRACT.step(iter([batch]), model)
-
-        set_action(RouterReplayAction.REPLAY_FORWARD)
-        expected, own = (
-            steps.run(schedule, step, built, items()).gradients
-            for schedule in (get_forward_backward_func(), PrefixSchedule(CHUNKED))
-        )
-        steps.assert_gradients(own, expected, 200)
-
-
 @pytest.fixture(scope="module")
 def model():
     with one_rank():

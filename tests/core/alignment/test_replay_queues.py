@@ -4,17 +4,13 @@ The queues are stand-ins of theirs: an entry a microbatch, in their order, and a
 queues that is slime's variable of the environment or miles' attribute of an object.
 """
 
-import os
-import sys
 import types
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe import router as megatron_router
-from torch import Tensor
 
 from megatron_prefix.features.experts.routers import routers as routers_in
 from megatron_prefix.lab import runtime
@@ -24,44 +20,16 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals.table import TWO_CALLS
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.alignment.test_replay import CHUNKED, CONTRACT, SIZES, items
+from tests.core.features.replay.test_told import Entries, stages
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 
-MODULE = "miles.utils.replay_base"
 CASES = {
     "one rank": (Layout(), "none"),
     "PP2, full recompute": (Layout(pp=2), "full"),
     "TP2, full recompute": (Layout(tp=2, sequence_parallel=True), "full"),
     "EP2": (Layout(dp=2, ep=2), "none"),
 }
-
-
-class Entries:
-    """A router's queue."""
-
-    current: Any = None
-
-    def __init__(self):
-        self.forward_index = self.backward_index = 0
-        self.top_indices_list: list[Tensor] = []
-
-    def pop(self, name):
-        place = getattr(self, name)
-        setattr(self, name, place + 1)
-        return self.top_indices_list[place]
-
-
-def stages(kind):
-    """What reads and what sets the stage of all queues."""
-    if kind == "slime":
-        os.environ["ENABLE_ROUTING_REPLAY"] = "1"
-        name = "ROUTING_REPLAY_STAGE"
-        return lambda: os.environ[name], lambda stage: os.environ.update({name: stage})
-    manager, module = types.SimpleNamespace(stage="", enabled=True), types.ModuleType(MODULE)
-    vars(module).update(routing_replay_manager=manager, all_replay_managers=[manager])
-    sys.modules[MODULE] = module
-    Entries.__module__ = MODULE
-    return lambda: manager.stage, lambda stage: setattr(manager, "stage", stage)
 
 
 def put_into(model, stage):
@@ -92,7 +60,7 @@ def compare(name, kind):
     runtime.initialize(layout)
     spec = resolve("tiny-moe", **SIZES, moe_aux_loss_coeff=1.0).with_vocab(64)
     (model,) = build_model(spec, layout=layout, dtype="float64", recompute=recompute)
-    now, set_stage = stages(kind)
+    now, set_stage = stages(kind, pytest.MonkeyPatch())
     queues, made = put_into(model, now), items()
 
     def fill():
@@ -126,7 +94,7 @@ def reference_with_entries():
     """A queue has entries for a call without gradients, too, which is made before a step's own."""
     runtime.initialize(Layout())
     (model,) = build_model(resolve("tiny-moe", **SIZES).with_vocab(64), layout=Layout())
-    now, set_stage = stages("slime")
+    now, set_stage = stages("slime", pytest.MonkeyPatch())
     made = items()
     for queue, router in zip(put_into(model, now), routers_in(unwrap(model)).values(), strict=True):
         routes = [item["routes"][0, :, router.layer_number - 1].long() for item in made]

@@ -29,15 +29,10 @@ pytestmark = pytest.mark.usefixtures("on_one_rank")
 def test_every_keyword_of_megatrons_schedules_is_taken():
     names = inspect.signature(stock_schedule()).parameters
     values = dict(
-        decoder_seq_length=None,
-        forward_only=False,
-        collect_non_loss_data=False,
-        first_val_step=None,
-        adjust_tensor_shapes_fn=None,
-        p2p_communicator=None,
-        pg_collection=default_groups(),
-        force_all_reduce=False,
-    )
+        decoder_seq_length=None, forward_only=False, collect_non_loss_data=False,
+        first_val_step=None, adjust_tensor_shapes_fn=None, p2p_communicator=None,
+        pg_collection=default_groups(), force_all_reduce=False,
+    )  # fmt: skip
     model = small_model()
     required = {"forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length"}
     assert set(names) == required | {"micro_batch_size"} | set(values)

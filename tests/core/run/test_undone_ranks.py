@@ -139,23 +139,6 @@ def test_a_config_that_says_another_number_of_stages():
     assert run_ranks(2, config_job) == [True] * 2
 
 
-def uneven_job():
-    """A rank's part: rank 1 has nothing to share, and reductions overlap."""
-    chunks, mine, data = chunks_of(DP2), ours(1.2), items(4)
-    if dist.get_rank() == 1:
-        data = [{**one, "tokens": (one["tokens"] + 9 * n) % 60} for n, one in enumerate(data)]
-    shared = []
-    for _ in range(3):
-        run(mine, Contract().step, chunks, data)
-        shared.append(mine.report.decision.share)
-    return shared
-
-
-def test_a_rank_without_anything_to_share_answers_too():
-    first, second = run_ranks(2, uneven_job, timeout_s=60)
-    assert first == second
-
-
 def parts_job():
     """A rank's part: the parts of a call, before and after rank 1 cannot import what makes steps
     faster."""

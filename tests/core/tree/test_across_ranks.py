@@ -197,19 +197,6 @@ def test_routes_are_part_of_a_beginning():
     assert beginnings_of([none], before)[0].digests.shape == (0, 2)
 
 
-def test_spans_with_loss_are_in_segments_of_their_own():
-    """Final states of the others need not cross."""
-    options = TreeOptions(min_gain=0, share="batch")
-    kinds = set()
-    for seed in range(30):
-        told = [beginnings_of(rank, options, block=1)[0] for rank in dealt(seed, 3)]
-        common = common_spans(told_together(told), 0, options)
-        for segment in common.segments:
-            [scored] = {common.spans[number].scored for number in segment.spans}
-            kinds.add(scored)
-    assert kinds == {False, True}
-
-
 # What the first positions say of sharing, against the tree ----------------------------------------
 
 

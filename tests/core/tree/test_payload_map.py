@@ -95,41 +95,26 @@ def test_context_parallel_ranks_hold_equal_parts(parts, sets, options):
     assert rows <= found.positions.length <= 2 * rows
 
 
-def test_a_padded_prompt_is_one_block_of_keys():
-    """In chunks, of which the last has the padding."""
-    rollouts, groups = flat_rollouts(prefix=45, suffix=11, num=3, num_groups=1)
-    options = TreeOptions(min_gain=0, chunk_tokens=20, segment_tokens=40, even=64)
-    segments = build(rollouts, groups, options).segments
-    assert [[span.padded for span in segment.spans] for segment in segments] == [
-        [14], [16], [15, 1], [11, 11, 12],
-    ]  # fmt: skip
-    found = check_program(segments, [("F", index) for index in range(len(segments))])
-    assert [len(levels) for levels in found.levels] == [0, 1, 1, 1]
-
-
-def test_a_rollout_in_chunks_up_to_its_loss_is_one_block_of_keys():
-    """Its last chunk, which has the loss, has the padding."""
-    rollouts, groups = flat_rollouts(prefix=45, suffix=11, num=1, num_groups=1)
+@pytest.mark.parametrize(
+    ("num", "padded"),
+    [(3, [[14], [16], [15, 1], [11, 11, 12]]), (1, [[14], [14], [16], [12]])],
+    ids=["a prompt", "a rollout up to its loss"],
+)
+def test_what_is_padded_in_its_last_chunk_is_one_block_of_keys(num, padded):
+    rollouts, groups = flat_rollouts(prefix=45, suffix=11, num=num, num_groups=1)
     options = TreeOptions(
-        min_gain=0, chunk_tokens=20, segment_tokens=40, even=64, loss_in_leaves=True
+        min_gain=0, chunk_tokens=20, segment_tokens=40, even=64, loss_in_leaves=num == 1
     )
     segments = build(rollouts, groups, options).segments
-    assert [[span.padded for span in segment.spans] for segment in segments] == [
-        [14], [14], [16], [12],
-    ]  # fmt: skip
+    assert [[span.padded for span in segment.spans] for segment in segments] == padded
     found = check_program(segments, [("F", index) for index in range(len(segments))])
     assert [len(levels) for levels in found.levels] == [0, 1, 1, 1]
-
-
-def chained(chunk_tokens=4, num_groups=2):
-    """Per group three chunks of 3, 3 and 4 positions, and a wave; the groups apart."""
-    rollouts, groups = flat_rollouts(prefix=10, suffix=4, num=2, num_groups=num_groups)
-    options = TreeOptions(min_gain=0, chunk_tokens=chunk_tokens, segment_tokens=4)
-    return build(rollouts, groups, options)
 
 
 def test_freed_rows_are_used_again():
-    forest = chained(num_groups=5)
+    """Per group three chunks of 3, 3 and 4 positions, and two waves; the groups apart."""
+    options = TreeOptions(min_gain=0, chunk_tokens=4, segment_tokens=4)
+    forest = build(*flat_rollouts(prefix=10, suffix=4, num=2, num_groups=5), options)
     found = payload_map(forest.segments, make_plan(forest).actions_of(0, 0))
     assert found.positions.length == 10
     assert found.positions.intervals == (slice(0, 3), slice(3, 6), slice(6, 10), None, None) * 5

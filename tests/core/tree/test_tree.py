@@ -197,7 +197,7 @@ def test_routes_that_no_model_can_follow_are_refused():
 
 @given(rollout_sets(), tree_options())
 @settings(max_examples=rounds(30, 500))
-def test_spans_are_aligned_and_segments_padded_scored_and_cut_as_options_say(sets, options):
+def test_spans_are_aligned_and_segments_are_as_options_say(sets, options):
     forest = build(*sets, options)
     is_prefix_tree(forest)
     assert forest.multiple == options.multiple

@@ -8,9 +8,8 @@ import pytest
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.graphs import choice, cuda, part
 from megatron_prefix.features.measure import cost_meter
-from megatron_prefix.lab.data.generate import generate
-from megatron_prefix.lab.verify import align
 from megatron_prefix.run import parts_of_call
+from tests.core.features.graphs.test_graphs import shared_step
 from tests.harness.one_rank import small_model
 from tests.harness.recorded import choice_of
 
@@ -25,10 +24,8 @@ pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 def replays(schedule, model, recorded, seed):
     """Makes a step that is shared; whether it replays a graph."""
-    items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=seed)], seed)
     before = recorded.replays
-    align.run_step(schedule, [model], items, optimize=False)
-    assert schedule.report is not None and schedule.report.decision.share
+    shared_step(schedule, model, seed)
     return recorded.replays > before
 
 
@@ -92,8 +89,7 @@ def test_a_capture_is_no_time_of_a_step(most, monkeypatch, recorded_graphs):
     model = small_model()
     schedule = PrefixSchedule(replace(CONFIG, graph_tokens=32))
     for prompt in (24, 24, 24, 24, 14, 14, 14, 14):
-        items = align.microbatches([*generate(2, prompt, 9, 4, vocab_size=64, seed=0)], 0)
-        align.run_step(schedule, [model], items, optimize=False)
+        shared_step(schedule, model, prompt=prompt)
     assert {captured for captured, _ in seen} == {True, False}
     assert all(typical == (most == 0 or not captured) for captured, typical in seen)
 
@@ -102,7 +98,5 @@ def test_steps_go_on_where_graphs_cannot_be_imported(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "megatron_prefix.features.graphs.part", None)
     parts_of_call._warn.cache_clear()
     schedule = PrefixSchedule(replace(CONFIG, graph_tokens=32))
-    items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=0)], 0)
-    align.run_step(schedule, [small_model()], items, optimize=False)
-    assert schedule.report is not None and schedule.report.decision.share
+    shared_step(schedule, small_model())
     assert "the use of CUDA graphs is left out: " in caplog.text

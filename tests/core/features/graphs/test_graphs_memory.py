@@ -18,7 +18,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.verify import align
 from megatron_prefix.plan.memory import Footprint, StageBytes
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.features.graphs.test_graphs import config, made, steps
+from tests.core.features.graphs.test_graphs import config, made, shared_step, steps
 from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import small_model
 
@@ -141,8 +141,7 @@ def test_sets_that_a_step_does_not_use_are_dropped():
     sizes = []
     for prompt, answer in [(40, 9), (10, 4)]:
         for seed in range(3):
-            groups = list(generate(2, prompt, answer, 4, vocab_size=64, seed=seed))
-            align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
+            shared_step(schedule, model, seed, prompt, answer)
         sizes.append({size_of_set(sets.most, 48) for sets in made(model).sets})
     assert sizes == [{0, 1}, {0}]
 
@@ -171,8 +170,7 @@ def test_places_have_room_for_the_longest_segment():
         if answer == 4 and handle is None:  # from here on layers are launched one by one
             first = unwrap(model).decoder.layers[0]
             handle = first.register_forward_hook(lambda *_: None)
-        groups = list(generate(2, 24, answer, 4, vocab_size=64, seed=0))
-        align.run_step(schedule, [model], align.microbatches(groups, 0), optimize=False)
+        shared_step(schedule, model, answer=answer)
     assert len(made(model).layers) == 2
 
 
@@ -182,10 +180,9 @@ def test_a_first_step_has_no_graphs_where_bytes_are_counted(mode, monkeypatch, r
     given = config(mode=mode, min_speedup=0.01)
     model, schedule, replayed = small_model(), PrefixSchedule(given), []
     monkeypatch.setattr(part, "counts_bytes", lambda device: True)
-    for seed in range(3):
-        groups = list(generate(2, 40, 9, 4, vocab_size=64, seed=0))
+    for order in range(3):
         before = recorded_graphs.replays
-        align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
+        shared_step(schedule, model, prompt=40, order=order)
         replayed.append(recorded_graphs.replays > before)
     assert replayed == [False, True, True]
 
@@ -275,11 +272,9 @@ def test_plans_know_what_graphs_hold():
 def _after_two_steps():
     """What has the sets of graphs, and the last step's plan."""
     model, schedule = small_model(), PrefixSchedule(config(memory="retain"))
-    for seed in range(2):
-        groups = list(generate(2, 40, 9, 4, vocab_size=64, seed=0))
-        align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
-    graphs, report = made(model), schedule.report
-    return graphs, report.plan
+    for order in range(2):
+        shared_step(schedule, model, prompt=40, order=order)
+    return made(model), schedule.report.plan
 
 
 def test_sets_that_a_plan_does_not_count_go_before_it_runs(recorded_graphs):

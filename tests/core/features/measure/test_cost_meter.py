@@ -1,7 +1,6 @@
 """Mode "auto" measures steps, learns from them, and keeps what it has learned."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,13 +10,9 @@ from megatron_prefix.features.measure import cost_meter
 from megatron_prefix.features.measure.around import Measure
 from megatron_prefix.features.measure.cost_file import Measured, read_costs, write_costs
 from megatron_prefix.lab.rl.report_numbers import stopwatch_of
-from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.gate import decide
-from megatron_prefix.run import step_reader
-from megatron_prefix.run.read.suspend import Capture
 from tests.harness.one_group import run, schedule_with
 from tests.harness.one_rank import small_model
-from tests.harness.steps import assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
@@ -77,53 +72,6 @@ def test_the_first_steps_are_measured_and_one_in_fifty(monkeypatch, tmp_path):
     assert len(shared) == 5
     ratios = [step.seconds / report.prediction.prefix_seconds for step in shared]
     assert math.isclose(sorted(ratios)[2], 1.0, rel_tol=0.5)
-
-
-def doubting(path, model):
-    """A schedule that has timed only itself, with a prediction near the least speedup, and the
-    report of the step that it knows."""
-    first = schedule_with(mode="auto", min_speedup=0.01, cost_file=str(path))
-    ran(first, model, 2)
-    report = first.report
-    assert report is not None and report.prediction is not None
-    both = report.prediction
-    timed = cost_meter.StepTime(True, tuple(both.prefix_features.tolist()), both.prefix_seconds)
-    remember(path, timed)
-    speedup = report.decision.predicted_speedup
-    return schedule_with(mode="auto", min_speedup=0.8 * speedup, cost_file=str(path)), report
-
-
-def test_a_step_that_is_known_to_time_stock_is_not_read(monkeypatch, tmp_path):
-    """Of two steps that the stock schedule gets to be timed the second is known before."""
-    path, model = tmp_path / "costs.json", small_model()
-    schedule, report = doubting(path, model)
-    reads, suspended = counted_looks(monkeypatch)
-    assert [share for share, _ in ran(schedule, model, 2)] == [True, False]
-    assert (reads.count, suspended.count) == (2, 2)
-    found = run(schedule, model)
-    assert (reads.count, suspended.count) == (2, 2), "it was read"
-    assert "times the stock schedule" in schedule.report.decision.reason
-    assert_bitwise(found, run(stock_schedule(), small_model()))
-    # What was measured stands beside the work of exactly this step.
-    (stock,) = [step for step in measured(path).steps if not step.share]
-    assert stock.features == tuple(report.prediction.stock_features.tolist())
-    ran(schedule, model, 1)
-    assert reads.count == 3, "the next one is looked at again"
-
-
-def counted_looks(monkeypatch):
-    """How often a step's calls are read, and how often its forward steps are suspended."""
-    found = []
-    for owner, name in ((step_reader, "read_calls"), (Capture, "run")):
-        count, real = SimpleNamespace(count=0), getattr(owner, name)
-
-        def counting(*args, _real=real, _count=count, **kwargs):
-            _count.count += 1
-            return _real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counting)
-        found.append(count)
-    return found[0], found[1]
 
 
 def test_auto_learns_that_sharing_is_slow(tmp_path):

@@ -1,16 +1,15 @@
 """What routers have been told, by trainers' own RouterReplay and queues: stand-ins of these."""
 
+import os
 import sys
 import types
 from enum import Enum
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_prefix.features.replay import swaps, told
-from megatron_prefix.features.replay.segments import SegmentRoutes
 
 ROUTES = torch.tensor([[3, 1], [0, 2], [1, 0]])
 
@@ -38,10 +37,17 @@ class WithMask:
 
 
 class Entries:
-    """A queue as slime and miles have it."""
+    """A queue as slime and miles have it; `current` is that of the router that runs."""
+
+    current = None
 
     def __init__(self, *entries):
         self.top_indices_list, self.forward_index, self.backward_index = [*entries], 0, 0
+
+    def pop(self, name):
+        place = getattr(self, name)
+        setattr(self, name, place + 1)
+        return self.top_indices_list[place]
 
 
 def router(**having):
@@ -77,23 +83,23 @@ def test_lists_for_backwards_are_empty_after_them():
     assert replay.replay_backward_list == []
 
 
-def stages(kind, monkeypatch):
-    """Sets the stage of slime or of miles."""
+def stages(kind, patch):
+    """What reads and what sets the stage of all queues, of slime or of miles."""
     if kind == "slime":
-        monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "1")
-        return lambda stage: monkeypatch.setenv("ROUTING_REPLAY_STAGE", stage)
-    manager = types.SimpleNamespace(stage="fallthrough", enabled=True)
+        name = "ROUTING_REPLAY_STAGE"
+        patch.setenv("ENABLE_ROUTING_REPLAY", "1")
+        return lambda: os.environ[name], lambda stage: patch.setenv(name, stage)
+    manager = SimpleNamespace(stage="fallthrough", enabled=True)
     module = types.ModuleType("miles.utils.replay_base")
-    module.routing_replay_manager = manager
-    module.all_replay_managers = [manager]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(Entries, "__module__", module.__name__)
-    return lambda stage: setattr(manager, "stage", stage)
+    vars(module).update(routing_replay_manager=manager, all_replay_managers=[manager])
+    patch.setitem(sys.modules, module.__name__, module)
+    patch.setattr(Entries, "__module__", module.__name__)
+    return lambda: manager.stage, lambda stage: setattr(manager, "stage", stage)
 
 
 @pytest.mark.parametrize("kind", ["slime", "miles"])
 def test_a_queue_tells_the_entry_of_each_microbatch(kind, monkeypatch):
-    set_stage = stages(kind, monkeypatch)
+    _, set_stage = stages(kind, monkeypatch)
     queue = Entries(ROUTES + 4, ROUTES, ROUTES + 8)
     queue.forward_index, one = 1, router(routing_replay=queue)
     set_stage("fallthrough")
@@ -119,7 +125,7 @@ def test_a_queue_tells_the_entry_of_each_microbatch(kind, monkeypatch):
 
 
 def test_the_stage_of_miles_is_each_suspended_steps_own(monkeypatch):
-    set_stage = stages("miles", monkeypatch)
+    _, set_stage = stages("miles", monkeypatch)
     (manager,) = told.managers()
     set_stage("replay_backward")
     swap = swaps.stages_of_queues()
@@ -161,51 +167,3 @@ def test_routes_of_every_dtype_keep_experts_and_marks(dtype):
 def test_a_queue_of_another_kind_is_not_known():
     assert told.is_known(router()) and told.is_known(router(routing_replay=Entries()))
     assert not told.is_known(router(routing_replay=[ROUTES]))
-
-
-# Routes of segments' positions: each span's stand where its positions are, padding in between -----
-
-ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-LAYERS, TOPK = 2, 2
-
-
-def span(rollouts, start, end, padded):
-    return SimpleNamespace(
-        rollouts=rollouts, start=start, end=end, length=end - start, padded=padded
-    )
-
-
-def routes_of(rollout):
-    """[positions, layers, topk], of numbers that say whose they are; a trainer's marks at one."""
-    found = np.arange(12)[:, None, None] + 20 * np.arange(LAYERS)[:, None] + 40 * np.arange(TOPK)
-    found += 100 * (1 + rollout)
-    found[3] = rollout - 2
-    return found
-
-
-def test_spans_of_a_segment_stand_behind_one_anothers_padding():
-    spans = [
-        [span((0, 1), 0, 5, 8), span((), 0, 0, 4)],  # a filler has no rollouts
-        [span((1,), 5, 9, 8), span((0,), 5, 12, 8)],
-    ]
-    segments = [
-        SimpleNamespace(spans=some, padded_length=sum(one.padded for one in some)) for some in spans
-    ]
-    marked = [told.marked(torch.from_numpy(routes_of(number))).numpy() for number in range(2)]
-    rollouts = [SimpleNamespace(routes=routes) for routes in marked]
-    found = SegmentRoutes(
-        SimpleNamespace(segments=segments), rollouts, (LAYERS, TOPK),
-        SimpleNamespace(pp=ONE, cp=ONE), torch.device("cpu"),
-    )  # fmt: skip
-    for layer in range(LAYERS):
-        router = SimpleNamespace(layer_number=1 + layer, tp_group=ONE)
-        first, second = (
-            found.of(router, index, segment.padded_length).numpy()
-            for index, segment in enumerate(segments)
-        )
-        padding = [[*range(TOPK)]]
-        assert first.tolist() == [*routes_of(0)[:5, layer].tolist(), *padding * 7]
-        assert second.tolist() == [
-            *routes_of(1)[5:9, layer].tolist(), *padding * 4,
-            *routes_of(0)[5:12, layer].tolist(), *padding,
-        ]  # fmt: skip

@@ -1,6 +1,5 @@
 """A forward step that is suspended in its model call: what it sees, and what is seen outside."""
 
-import contextlib
 import contextvars
 import functools
 import os
@@ -323,23 +322,6 @@ def test_afterwards_the_last_steps_bindings_stay():
     assert place == {"number": 3, "batch": "of 2", "freed": ""}
 
 
-# Settings that a trainer's model calls run under, and the segments that stand for them ------------
-
-ON = {"mode": "on", "kernel": "math", "min_gain": 0}
-
-
-def run(schedule, model, settle, num=2, **options):
-    """Logs of one step of a group of rollouts, one a microbatch."""
-    items, contract = steps.group(0, num), steps.Contract()
-
-    def step(iterator, model):
-        item = next(iterator)
-        with settle(item["uid"], model):
-            return contract.step(iter([item]), model)
-
-    return steps.call(schedule, step, model, items, **options)
-
-
 # Autocast of the model's configuration ------------------------------------------------------------
 
 
@@ -350,7 +332,10 @@ def test_forward_steps_and_segments_see_the_configs_autocast(monkeypatch, on):
     monkeypatch.setattr(common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     found = []
-    for schedule in (stock_schedule(), PrefixSchedule(PrefixConfig(**ON))):
+    for schedule in (
+        stock_schedule(),
+        PrefixSchedule(PrefixConfig(mode="on", kernel="math", min_gain=0)),
+    ):
         model = small_model()
         config = unwrap(model).config
         config.enable_autocast, config.autocast_dtype = on, torch.bfloat16
@@ -359,12 +344,12 @@ def test_forward_steps_and_segments_see_the_configs_autocast(monkeypatch, on):
         def note(*_, seen=seen):
             seen.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
 
-        def settle(*_, note=note):
+        def step(iterator, model, note=note):
             note()
-            return contextlib.nullcontext()
+            return steps.Contract().step(iterator, model)
 
         unwrap(model).decoder.register_forward_pre_hook(note)
-        run(schedule, model, settle)
+        steps.call(schedule, step, model, steps.group(0, 2))
         assert len(seen) >= 4 and len(set(seen)) == 1  # two forward steps, two forwards
         found.append(seen[0])
     assert found[0] == found[1] == (on, torch.bfloat16 if on else torch.float16)
