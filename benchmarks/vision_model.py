@@ -204,13 +204,16 @@ def _added(places: Tensor, rows: Tensor, _: Any, __: Any, out: Any) -> Any:
 class LanguageModel(GPTModel):
     """GPTModel with that block and that table."""
 
+    block: type = Block
+    rotary: type = Rotary
+
     def __init__(self, config: Any, spec: Any, **options: Any) -> None:
         super().__init__(config, spec, **options)
-        self.decoder = Block(
+        self.decoder = self.block(
             config, spec, pre_process=self.pre_process, post_process=self.post_process,
             pg_collection=self.pg_collection,
         )  # fmt: skip
-        self.rotary_pos_emb = Rotary(
+        self.rotary_pos_emb = self.rotary(
             config.kv_channels, options["rotary_percent"], rotary_base=options["rotary_base"],
             cp_group=self.pg_collection.cp,
         )  # fmt: skip
@@ -227,7 +230,9 @@ class LanguageModel(GPTModel):
             "visual_pos_masks": visual_pos_masks,
             "deepstack_visual_embeds": deepstack_visual_embeds,
         }
-        return super().forward(*args, extra_block_kwargs=more, **named)
+        given = {name: value for name, value in more.items() if value is not None}
+        block = {**given, **(named.pop("extra_block_kwargs", None) or {})}
+        return super().forward(*args, extra_block_kwargs=block, **named)
 
 
 _NAMES = {

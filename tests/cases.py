@@ -9,6 +9,7 @@ all of them; `python -m tests.oracle` draws cases from the same tables.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -46,6 +47,11 @@ def _selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": [*modules]}
 
 
+def _dsa(spec: Mapping[str, Any] | None = None, **config: Any) -> Family:
+    spec = _LATENTS if spec is None else spec
+    return Family("tiny-deepseek", spec, DSA | config, own_attention=True, around="rotating")
+
+
 def _hybrid(pattern: str, num_further: int = 0, further: str = "*-") -> dict[str, Any]:
     fields = {"num_layers": len(pattern), "hybrid_override_pattern": pattern}
     if num_further:
@@ -73,10 +79,13 @@ _BIAS = {
 _REPEATED = {"mtp_use_repeated_layer": True}
 _ALL_GATHER = {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
 _LATENTS = {"num_moe_experts": None}
-_DSA = {
+DSA = {
     "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 16, "dsa_indexer_topk": 6,
     "dsa_indexer_head_dim": 16, "dsa_indexer_loss_coeff": 0.0,
 }  # fmt: skip
+"""With so many heads no score is zero: ties have no place here."""
+_GDN = {"num_layers": 2, "linear_attention_freq": 2}
+_FEW = {"num_moe_experts": 8, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1e-2}
 # GatedDeltaNet's convolution takes the MLP's activation, and only SiLU.
 _DELTA = {"linear_attention_freq": None, "gated_linear_unit": True}
 _DELTA = {n: v for n, v in vars(PRESETS["tiny-qwen3-next"]).items() if "linear_" in n} | _DELTA
@@ -140,34 +149,22 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "gpt-oss": Family(spec={"num_layers": 3}, config=_windows(5, **_SINKS)),
     "gpt-oss experts": Family("tiny-gpt-oss"),
     # Recurrent layers.
-    "gdn": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 2}),
-    "gdn alone": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 3}),
-    "gdn experts": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 2,
-                                              "num_moe_experts": 8, "moe_ffn_hidden_size": 32,
-                                              "moe_aux_loss_coeff": 1e-2}),
+    "gdn": Family("tiny-qwen3-next", _GDN),
+    "gdn alone": Family("tiny-qwen3-next", _GDN | {"linear_attention_freq": 3}),
+    "gdn experts": Family("tiny-qwen3-next", _GDN | _FEW),
     "mamba": Family("tiny-nemotron-h", _hybrid("M*M-")),
     "mamba alone": Family("tiny-nemotron-h", _hybrid("M-M")),
-    "mamba experts": Family("tiny-nemotron-h", _hybrid("MEM*") | {
-        "num_moe_experts": 8, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1e-2}),
+    "mamba experts": Family("tiny-nemotron-h", _hybrid("MEM*") | _FEW),
     "gdn and mamba": Family("tiny-nemotron-h", {**_DELTA, **_hybrid("GM*G-M")}, since="0.17"),
     # Sparse attention.
-    "dsa": Family("tiny-deepseek", _LATENTS, _DSA, own_attention=True, around="rotating"),
-    "dsa two keys": Family("tiny-deepseek", _LATENTS, _DSA | {"dsa_indexer_topk": 2},
-                           own_attention=True, around="rotating"),
-    "dsa all keys": Family("tiny-deepseek", _LATENTS, _DSA | {"dsa_indexer_topk": 200},
-                           own_attention=True, around="rotating"),
-    "dsa rope": Family("tiny-deepseek", {**_LATENTS, "rope_type": "rope"}, _DSA,
-                       own_attention=True, around="rotating"),
-    "dsa no q_lora": Family(
-        "tiny-deepseek", {**_LATENTS, "q_lora_rank": None, "qk_layernorm": False}, _DSA,
-        own_attention=True, around="rotating"),
-    "dsa wide indexer": Family(
-        "tiny-deepseek", _LATENTS,
-        _DSA | {"dsa_indexer_n_heads": 24, "dsa_indexer_head_dim": 64},
-        own_attention=True, around="rotating"),
-    "dsa mtp": Family("tiny-deepseek", {**_LATENTS, "mtp_num_layers": 1}, _DSA,
-                      own_attention=True, around="rotating"),
-    "dsa experts": Family("tiny-deepseek", config=_DSA, own_attention=True, around="rotating"),
+    "dsa": _dsa(),
+    "dsa two keys": _dsa(dsa_indexer_topk=2),
+    "dsa all keys": _dsa(dsa_indexer_topk=200),
+    "dsa rope": _dsa({**_LATENTS, "rope_type": "rope"}),
+    "dsa no q_lora": _dsa({**_LATENTS, "q_lora_rank": None, "qk_layernorm": False}),
+    "dsa wide indexer": _dsa(dsa_indexer_n_heads=24, dsa_indexer_head_dim=64),
+    "dsa mtp": _dsa({**_LATENTS, "mtp_num_layers": 1}),
+    "dsa experts": _dsa({}),
     # A trainer's own GatedDeltaNet, of packs (slime, miles), by where the rule stands.
     **{f"own delta {net}": Family(own_attention=True, around=f"own delta {net}")
        for net in ("attribute", "global", "keywords")},
@@ -183,10 +180,8 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "equal lengths": Family(config={"variable_seq_lengths": False}),
     "turns of three": Family(config={"microbatch_group_size_per_vp_stage": 3}),
     # What a later release can.
-    "gdn in packs": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 2},
-                           since="0.18"),
-    "gdn with CP": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 2},
-                          since="0.18"),
+    "gdn in packs": Family("tiny-qwen3-next", _GDN, since="0.18"),
+    "gdn with CP": Family("tiny-qwen3-next", _GDN, since="0.18"),
     "mamba in virtual stages": Family("tiny-nemotron-h", _hybrid("M*M-"), since="0.17"),
     # Experts. Coefficients are 1, so that a wrong weight of an auxiliary loss changes gradients by
     # as much as the loss itself.
@@ -216,8 +211,7 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "mtp experts": Family("tiny-moe", {"mtp_num_layers": 1}, _Z),
     "mtp norms": Family("tiny-qwen3", {"mtp_num_layers": 1}),
     "mtp tied": Family(spec={"mtp_num_layers": 1, "tie_embeddings": True}),
-    "mtp gdn": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 2,
-                                          "mtp_num_layers": 1}),
+    "mtp gdn": Family("tiny-qwen3-next", _GDN | {"mtp_num_layers": 1}),
     "mtp biases": Family("tiny-moe", {"mtp_num_layers": 1}, _BOTH | _BIAS),
     "mtp global": Family("tiny-moe", {"mtp_num_layers": 1}, _GLOBAL),
     "mtp learned": Family(spec={"mtp_num_layers": 1, "max_position": 96},
@@ -250,41 +244,26 @@ FAMILIES: dict[str, Family] = DRAWN | {
                           since="0.17"),
     "mtp 2 mamba repeated": Family("tiny-nemotron-h", _hybrid("M*M-", 2, "*M"), _REPEATED,
                                    since="0.17"),
-    "mtp 5 mamba repeated": Family("tiny-nemotron-h", _hybrid("MEM*", 5, "*E") | {
-        "num_moe_experts": 8, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1e-2},
-        _REPEATED | {"mtp_detach_heads": True}, since="0.19"),
+    "mtp 5 mamba repeated": Family("tiny-nemotron-h", _hybrid("MEM*", 5, "*E") | _FEW,
+                                   _REPEATED | {"mtp_detach_heads": True}, since="0.19"),
     "mtp 2 gdn and mamba": Family(
         "tiny-nemotron-h", {**_DELTA, **_hybrid("GM*G-M", 2, "G*-")}, since="0.17"),
 }  # fmt: skip
 
-LAYOUTS: dict[str, Layout] = {
-    "one": Layout(),
-    "tp2": Layout(tp=2),
-    "tp2_sp": Layout(tp=2, sequence_parallel=True),
-    "pp2": Layout(pp=2),
-    "cp2": Layout(cp=2),
-    "dp2": Layout(dp=2),
-    "ep2": Layout(ep=2, dp=2),
-    "pp4": Layout(pp=4),
-    "pp2_vpp2": Layout(pp=2, vpp=2),
-    "pp3_vpp2": Layout(pp=3, vpp=2),
-    "cp4": Layout(cp=4),
-    "dp3": Layout(dp=3),
-    "tp2_pp2": Layout(tp=2, pp=2, sequence_parallel=True),
-    "tp2_cp2": Layout(tp=2, cp=2, sequence_parallel=True),
-    "tp2_dp2": Layout(tp=2, dp=2, sequence_parallel=True),
-    "tp2_ep2": Layout(tp=2, ep=2, dp=2, sequence_parallel=True),
-    "cp2_pp2": Layout(cp=2, pp=2),
-    "cp2_dp2": Layout(cp=2, dp=2),
-    "cp2_ep2": Layout(cp=2, ep=2),
-    "pp2_dp2": Layout(pp=2, dp=2),
-    "pp2_ep2": Layout(pp=2, ep=2, dp=2),
-    "dp4_ep2": Layout(ep=2, dp=4),
-    "pp2_vpp2_dp2": Layout(pp=2, vpp=2, dp=2),
-    "tp2_ep2_pp2": Layout(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True),
-    "cp2_ep4": Layout(cp=2, ep=4, dp=2),
-    "tp2_cp2_ep2_pp2": Layout(tp=2, cp=2, pp=2, ep=2, sequence_parallel=True),
-}
+
+def _layout(name: str) -> Layout:
+    sizes = {kind: int(size) for kind, size in re.findall(r"([a-z]+)(\d)", name)}
+    return Layout.fill(**sizes, sequence_parallel="tp" in sizes and name != "tp2")
+
+
+LAYOUTS = {
+    name: _layout(name) for name in (
+        "one tp2 tp2_sp pp2 cp2 dp2 ep2 pp4 pp2_vpp2 pp3_vpp2 cp4 dp3 tp2_pp2 tp2_cp2 tp2_dp2"
+        " tp2_ep2 cp2_pp2 cp2_dp2 cp2_ep2 pp2_dp2 pp2_ep2 dp4_ep2 pp2_vpp2_dp2 tp2_ep2_pp2 cp2_ep4"
+        " tp2_cp2_ep2_pp2"
+    ).split()
+}  # fmt: skip
+"""Sequence parallelism beside every other kind, and with `_sp`."""
 
 _GRAPHS = {"graph_tokens": 48, "segment_tokens": 24}
 OPTIONS: dict[str, dict[str, Any]] = {

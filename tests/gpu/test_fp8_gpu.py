@@ -7,7 +7,6 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.lab import runtime
 from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.config import alignment
@@ -30,17 +29,14 @@ OPTIONS = ModelOptions(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
+@pytest.fixture(autouse=True)
+def _scales(on_one_gpu):
     pytest.importorskip("transformer_engine.pytorch")
     from transformer_engine.pytorch.quantization import check_fp8_block_scaling_support
 
     works, why = check_fp8_block_scaling_support()
     if not works:
         pytest.skip(why)
-    runtime.initialize(ONE, "cuda")
-    yield
-    runtime.shutdown()
 
 
 def model():

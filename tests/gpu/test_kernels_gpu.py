@@ -1,6 +1,7 @@
 """CUDA kernels and the fused merge against full attention with a mask in fp64."""
 
 import importlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -87,23 +88,6 @@ def test_fa4_matches_full_attention(group):
     for case in (*CASES.values(), *ODD.values(), *LONG.values()):
         heads = dict(heads=2 * group, kv_heads=2, dim=128, dim_v=128)
         check(kernel, replace(case, **heads), torch.bfloat16, device="cuda")
-
-
-@pytest.mark.parametrize("widths", [(64, 64), (256, 256), (192, 128), (128, 64)], ids=str)
-def test_fa4_at_other_widths(widths):
-    group = 2 if widths[0] == widths[1] else 1  # on Hopper shared heads are as wide as queries
-    kernel = working("fa4", torch.bfloat16, *widths, group)
-    for case in (CASES["uneven rollouts"], CASES["three ancestors"], *LONG.values()):
-        heads = dict(heads=2 * group, kv_heads=2, dim=widths[0], dim_v=widths[1])
-        check(kernel, replace(case, **heads), torch.bfloat16, device="cuda")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fa4_takes_any_strides(layout):
-    kernel = working("fa4", torch.float16, 64, 64)
-    for case in (CASES["equal rollouts"], CASES["uneven rollouts"], LONG["one long run"]):
-        heads = dict(heads=4, kv_heads=2, dim=64, dim_v=64)
-        check(kernel, replace(case, **heads), torch.float16, layout, "cuda")
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "cudnn+flash", "fa4"])
@@ -226,33 +210,35 @@ def test_fa4_compiles_before_the_first_step():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "fa4"])
 def test_any_strides(name, layout):
     """One shape in every layout, in both orders: a plan kept for one must not serve another."""
-    kernel = working(name, torch.bfloat16, 64, 64)
-    for case in (CASES["equal rollouts"], CASES["uneven rollouts"]):
+    dtype = torch.float16 if name == "fa4" else torch.bfloat16
+    kernel = working(name, dtype, 64, 64)
+    for case in (CASES["equal rollouts"], CASES["uneven rollouts"], LONG["one long run"]):
+        alike = replace(case, heads=4, kv_heads=2, dim=64, dim_v=64)
         for order in (layout, "contiguous", layout):
-            check(kernel, replace(case, dim=64, dim_v=64), torch.bfloat16, order, "cuda")
+            check(kernel, alike, dtype, order, "cuda")
 
 
-@pytest.mark.parametrize("widths", [(192, 128), (128, 64)], ids=str)
-@pytest.mark.parametrize("name", ["cudnn", "math"])
+@pytest.mark.parametrize(("name", "widths"), [
+    *itertools.product(("cudnn", "math", "fa4"), [(192, 128), (128, 64)]),
+    ("fa4", (64, 64)), ("fa4", (256, 256)),
+], ids=str)  # fmt: skip
 def test_values_of_another_width(name, widths):
-    kernel = working(name, torch.bfloat16, *widths)
-    for case in (CASES["uneven rollouts"], CASES["three ancestors"]):
-        narrow = replace(case, heads=4, kv_heads=4, dim=widths[0], dim_v=widths[1])
-        check(kernel, narrow, torch.bfloat16, device="cuda")
+    group = 2 if widths[0] == widths[1] else 1  # on Hopper shared heads are as wide as queries
+    kernel = working(name, torch.bfloat16, *widths, group)
+    long = LONG.values() if name == "fa4" else ()
+    for case in (CASES["uneven rollouts"], CASES["three ancestors"], *long):
+        heads = dict(heads=2 * group, kv_heads=2, dim=widths[0], dim_v=widths[1])
+        check(kernel, replace(case, **heads), torch.bfloat16, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_math_in_full_precision(case, dtype):
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        check(KERNELS["math"], case, dtype, device="cuda")
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+def test_math_in_full_precision(case, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    check(KERNELS["math"], case, dtype, device="cuda")
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "fa4"])

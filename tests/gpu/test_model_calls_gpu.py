@@ -8,7 +8,6 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, has_transformer_engine
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
@@ -17,15 +16,8 @@ from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, run_step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_one_gpu")]
 CONFIG = PrefixConfig(min_gain=0, segment_tokens=64, chunk_tokens=16)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    runtime.initialize(Layout(), "cuda")
-    yield
-    runtime.shutdown()
 
 
 def small(dtype, **options):

@@ -191,9 +191,7 @@ def nll_of(logits: Tensor, labels: Tensor) -> Tensor:
     return -whole.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
 
-def run_step(
-    schedule: Any, trainer: Trainer, chunks: list[Any], *, forward_only: bool = False
-) -> steps.Result:
+def run_step(schedule, trainer, chunks, *, forward_only=False):
     """A step, as the trainer's training loop makes it."""
     iterators = [trainer.iterator() for _ in chunks]
     return steps.run(

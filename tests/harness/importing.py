@@ -66,6 +66,13 @@ def write(path, *rows):
     return path
 
 
+def imported(path, row, kind, tokenizer=None):
+    """The rollout of a row, which is alone in its file."""
+    ((group),) = import_file(write(path, row), kind, tokenizer)
+    (rollout,) = group.rollouts
+    return rollout
+
+
 def names(groups):
     return {group.name: [rollout.uid for rollout in group.rollouts] for group in groups}
 

@@ -10,12 +10,7 @@ from unittest import mock
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.multi_token_prediction import (
-    MTPLossAutoScaler,
-    MTPLossLoggingHelper,
-    MultiTokenPredictionLayer,
-    roll_tensor,
-)
+from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
@@ -50,7 +45,7 @@ def keyword(*, trains_head: bool = False, moves_mask: bool = True) -> Iterator[N
     patches = (
         (GPTModel, _forward(GPTModel.forward)),
         (GPTModel, _postprocess),
-        (MultiTokenPredictionLayer, _embeddings(MultiTokenPredictionLayer._get_embeddings)),
+        (mtp.MultiTokenPredictionLayer, _embeddings(mtp.MultiTokenPredictionLayer._get_embeddings)),
     )
     with contextlib.ExitStack() as stack:
         for owner, method in patches:
@@ -60,8 +55,7 @@ def keyword(*, trains_head: bool = False, moves_mask: bool = True) -> Iterator[N
 
 
 def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: Any, input_ids: Any, position_ids: Any, attention_mask: Any,
-                mtp_kwargs: Any = None, **named: Any) -> Any:  # fmt: skip
+    def forward(self, input_ids, position_ids, attention_mask, mtp_kwargs=None, **named):
         self.further = mtp_kwargs
         try:
             return stock(self, input_ids, position_ids, attention_mask, **named)
@@ -82,13 +76,10 @@ def _embeddings(stock: Callable[..., Any]) -> Callable[..., Any]:
     return _get_embeddings
 
 
-def _with_losses(
-    model: Any, hidden: Tensor, labels: Tensor, mask: Tensor, trains_head: bool, moves_mask: bool,
-    **named: Any,
-) -> Tensor:  # fmt: skip
+def _with_losses(model, hidden, labels, mask, trains_head, moves_mask, **named):
     """The decoder's output, with the losses of further labels."""
     packed, config = named["packed_seq_params"], model.config
-    roll = functools.partial(roll_tensor, cp_group=model.cp_group, packed_seq_params=packed)
+    roll = functools.partial(mtp.roll_tensor, cp_group=model.cp_group, packed_seq_params=packed)
     (labels, _), mask = roll(labels), roll(mask)[0] if moves_mask else mask
     num = config.mtp_num_layers
     hidden, *further = model.mtp(
@@ -103,11 +94,11 @@ def _with_losses(
         loss = mask * model.compute_language_model_loss(labels, logits)
         if model.training:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            MTPLossLoggingHelper.save_loss_to_tracker(
+            mtp.MTPLossLoggingHelper.save_loss_to_tracker(
                 loss.sum() / left, depth, num, avg_group=group
             )
         factor = (
             config.mtp_loss_scaling_factor / num / (1 if config.calculate_per_token_loss else left)
         )
-        hidden = MTPLossAutoScaler.apply(hidden, factor * loss)
+        hidden = mtp.MTPLossAutoScaler.apply(hidden, factor * loss)
     return hidden

@@ -48,9 +48,7 @@ def one_rank() -> Iterator[None]:
         runtime.shutdown()
 
 
-def small_model(
-    name: str = "tiny-llama", vocab: int = 64, spec: dict[str, Any] | None = None, **options: Any
-) -> Any:
+def small_model(name="tiny-llama", vocab=64, spec=None, **options):
     """The one chunk of a preset with two layers, in fp64 and in DDP unless `options` differ.
 
     `spec` changes fields of the preset. Two calls with the same arguments give equal weights.

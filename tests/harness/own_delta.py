@@ -147,16 +147,11 @@ class OlderNet(OwnNet):
 class HuggingfaceAttention(MegatronModule):
     """The part that slime's and miles' Hugging Face modules have in common."""
 
-    def __init__(
-        self, args: Any, config: Any, layer_number: int, cp_comm_type: str = "p2p",
-        pg_collection: Any = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, args, config, layer_number, cp_comm_type="p2p", pg_collection=None):
         super().__init__(config=config)
         self.args, self.layer_number, self.hf_config = args, layer_number, args.hf_config
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Any, packed_seq_params: Any = None, **_: Any
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states, attention_mask, packed_seq_params=None, **_):
         group = parallel_state.get_tensor_model_parallel_group()
         if self.args.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(
@@ -191,10 +186,7 @@ _NETS = {**NETS, NAMED: NamedNet}
 
 
 @contextlib.contextmanager
-def own_layers(
-    types: Sequence[str], net: str = "attribute", sequence_parallel: bool = False,
-    attention: type = Attention, **given: Any,
-) -> Iterator[None]:  # fmt: skip
+def own_layers(types, net="attribute", sequence_parallel=False, attention=Attention, **given):
     """GPTModels that are built meanwhile have such layers, without a norm in front of them."""
     stock = gpt_model.GPTModel
 

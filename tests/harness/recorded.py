@@ -210,9 +210,7 @@ class _Done:
         """Nothing is left to wait for."""
 
 
-def _reduce_scatter(
-    output: Tensor, given: Tensor, group: Any = None, async_op: bool = False
-) -> Any:
+def _reduce_scatter(output, given, group=None, async_op=False):
     """gloo's own copies its sums whenever somebody waits for it, and no replay has made these."""
     total = given.clone()
     dist.all_reduce(total, group=group)

@@ -11,17 +11,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.cases import DSA
 from tests.harness.one_rank import small_model
 
 DENSE: dict[str, Any] = {"num_layers": 2, "num_moe_experts": None}
-DSA: dict[str, Any] = {
-    "experimental_attention_variant": "dsa",
-    "dsa_indexer_n_heads": 16,
-    "dsa_indexer_head_dim": 16,
-    "dsa_indexer_topk": 6,
-    "dsa_indexer_loss_coeff": 0.0,
-}
-"""Fields of Megatron's config. With so many heads no score is zero: ties have no place here."""
 
 
 def rotated(x: Tensor) -> Tensor:

@@ -45,18 +45,12 @@ def settings(**fields):
 
 
 def train(
-    folder,
-    steps,
-    train_settings,
-    groups=None,
-    *,
-    layout=Layout(),  # noqa: B008  # frozen
-    options=SMALL,
-    look=lambda trainer: snapshot.parameters(trainer.chunks),
-    **more,
-):
-    """Runs a job in fresh processes; per rank the summary, and what `look` found at the end."""
+    folder, steps, train_settings, groups=None, *, layout=None, options=SMALL, look=None, **more
+):  # fmt: skip
+    """Runs a job in fresh processes; per rank the summary, and what `look` found at the end: else
+    the parameters."""
     spec, fitted = fit_vocabulary(options, groups or bundled())
+    layout = layout or Layout()
 
     def on_rank():
         world = runtime.initialize(layout, "cpu", options.seed)
@@ -67,7 +61,7 @@ def train(
             asdict(spec), options.dtype, options.seed, rollouts.fingerprint, distributed
         )
         summary = run(trainer, RunOptions(steps, folder, **more), identity, lambda step: None)
-        return summary, look(trainer)
+        return summary, look(trainer) if look else snapshot.parameters(trainer.chunks)
 
     return run_ranks(layout.world_size, on_rank)
 

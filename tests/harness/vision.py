@@ -9,7 +9,7 @@ these have a forward of their own, since that is how models are told.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
+from benchmarks.vision_model import LanguageModel
 from megatron_prefix.lab.models.build import block_spec, exact_loss, weights
 from megatron_prefix.lab.models.config import transformer_config
 from megatron_prefix.lab.models.local import Float64Kept, keep_float64
@@ -135,13 +136,7 @@ class Block(TransformerBlock):
         flat[mask.T] = flat[mask.T] + rows[number]
         return flat.transpose(0, 1).contiguous(), *out[1:]
 
-    def forward(
-        self,
-        *args: Any,
-        visual_pos_masks: Any = None,
-        deepstack_visual_embeds: Any = None,
-        **named: Any,
-    ) -> Any:
+    def forward(self, *args, visual_pos_masks=None, deepstack_visual_embeds=None, **named):
         self.deep = visual_pos_masks, deepstack_visual_embeds
         return super().forward(*args, **named)
 
@@ -161,34 +156,10 @@ class Interleaved(MultimodalRotaryEmbedding):
         return table
 
 
-class Qwen3VLGPTModel(GPTModel):
+class Qwen3VLGPTModel(LanguageModel):
     """Its decoder adds deepstack rows, and its rotary positions are interleaved."""
 
-    def __init__(self, config: Any, spec: Any, **options: Any) -> None:
-        super().__init__(config, spec, **options)
-        self.decoder = Block(
-            config, spec, pre_process=self.pre_process, post_process=self.post_process,
-            pg_collection=self.pg_collection,
-        )  # fmt: skip
-        self.rotary_pos_emb = Interleaved(
-            config.kv_channels, options["rotary_percent"], rotary_base=options["rotary_base"],
-            cp_group=self.pg_collection.cp,
-        )  # fmt: skip
-
-    def forward(
-        self,
-        *args: Any,
-        visual_pos_masks: Any = None,
-        deepstack_visual_embeds: Any = None,
-        **named: Any,
-    ) -> Any:
-        more = {
-            "visual_pos_masks": visual_pos_masks,
-            "deepstack_visual_embeds": deepstack_visual_embeds,
-        }
-        given = {name: value for name, value in more.items() if value is not None}
-        block = {**given, **(named.pop("extra_block_kwargs", None) or {})}
-        return super().forward(*args, extra_block_kwargs=block, **named)
+    block, rotary = Block, Interleaved
 
 
 def language_model_class(name: str) -> type:
@@ -213,9 +184,7 @@ def language_model_class(name: str) -> type:
 class VisionLanguage(MegatronModule):
     """A tower and a language model."""
 
-    def __init__(
-        self, name: str, config: Any, spec: Any, inside: type | None = None, **options: Any
-    ) -> None:
+    def __init__(self, name, config, spec, inside=None, **options):
         super().__init__(config=config)
         self.kind = KINDS[name]
         self.pre_process, self.post_process = options["pre_process"], options["post_process"]
@@ -240,14 +209,7 @@ class VisionLanguage(MegatronModule):
         if not self.pre_process:
             self.language_model.set_input_tensor(tensor[0])
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        pixel_values: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        **named: Any,
-    ) -> Any:
+    def forward(self, input_ids, position_ids, pixel_values=None, image_grid_thw=None, **named):
         """Whole samples in; embeddings of this rank's rows to the language model."""
         kind, given = self.kind, dict[str, Any]()
         if self.pre_process:
@@ -320,16 +282,9 @@ class Showing(VisionLanguage):
 
 
 def build(
-    name: str,
-    layout: Any,
-    *,
-    freeze: bool = False,
-    num_layers: int | None = None,
-    make: Callable[..., Any] | None = None,
-    spec: str = "tiny-qwen3",
-    fields: Mapping[str, Any] = MappingProxyType({}),
-    **overrides: Any,
-) -> list[Any]:
+    name, layout, *, freeze=False, num_layers=None, make=None, spec="tiny-qwen3",
+    fields=MappingProxyType({}), **overrides,
+):  # fmt: skip
     """This rank's chunk of a model in fp64, in Megatron's DistributedDataParallel.
 
     Args:
@@ -468,16 +423,7 @@ class Trainer(calls.Trainer):
             ranks and returns the mask, too.
     """
 
-    def __init__(
-        self,
-        form: calls.Form,
-        seed: int,
-        layout: Any,
-        images: bool = True,
-        dealt: tuple[int, int] = (0, 1),
-        *,
-        cuts_labels: bool = False,
-    ) -> None:
+    def __init__(self, form, seed, layout, images=True, dealt=(0, 1), *, cuts_labels=False):
         self._has_images, self._dealt = images, dealt
         self._cuts_labels = cuts_labels
         self._patches: list[Tensor] = []

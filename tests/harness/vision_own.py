@@ -10,7 +10,6 @@ from typing import Any
 from megatron.core import tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch import Tensor
 
 from tests.harness import vision
 
@@ -31,14 +30,7 @@ class Model(GPTModel):
     def language_model(self) -> Any:
         return self
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        pixel_values: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        **named: Any,
-    ) -> Any:
+    def forward(self, input_ids, position_ids, pixel_values=None, image_grid_thw=None, **named):
         """Samples and their images in; embeddings of this rank's rows to the parent's forward."""
         rows = None
         if self.pre_process:

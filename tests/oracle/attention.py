@@ -20,16 +20,7 @@ class DefinedAttention(LocalAttention):
     """Causal in every sample; a given 4-D mask (True: hidden) takes the causal one's place, as in
     Megatron's own module."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *unused: Any,
-        packed_seq_params: Any = None,
-        **more: Any,
-    ) -> Tensor:
+    def forward(self, query, key, value, attention_mask, *unused, packed_seq_params=None, **more):
         """[positions, rows, heads, width] or, packed, [positions, heads, width]."""
         packed = query.dim() == 3
         if packed:

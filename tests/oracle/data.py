@@ -167,9 +167,7 @@ def batches(case: Case, part: int, cp_rank: int, cp: int) -> list[dict[str, Any]
     ]
 
 
-def _batch(
-    case: Case, samples: Sequence[Sample], number: int, part: int, cp_rank: int, cp: int
-) -> dict[str, Any]:
+def _batch(case, samples, number, part, cp_rank, cp):
     true = [len(sample.trained) for sample in samples]
     step = 8 if case.form == "thd_padded" else multiple(case)
     goal = true if case.packed else [max(true)] * len(true)

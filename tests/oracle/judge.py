@@ -121,9 +121,7 @@ def _line(error: BaseException | None) -> str:
 # What differs -------------------------------------------------------------------------------------
 
 
-def _differences(
-    case: Case, expected: Call, found: Call, bits: Sequence[str]
-) -> Iterator[tuple[str, str]]:
+def _differences(case, expected, found, bits):
     """(kind, one line) of everything that is not as stock left it, `bits` of it bit for bit."""
     for name in bits:
         if not _same(getattr(expected, name), getattr(found, name), 0.0):

@@ -398,14 +398,9 @@ def _headed(case: Case, language: Any) -> Any:
         """A subclass as trainers have them."""
 
         def forward(
-            self,
-            input_ids: Any,
-            position_ids: Any = None,
-            attention_mask: Any = None,
-            *more: Any,
-            output_processor_context: Any = None,
-            **named: Any,
-        ) -> Any:
+            self, input_ids, position_ids=None, attention_mask=None, *more,
+            output_processor_context=None, **named,
+        ):  # fmt: skip
             labels = named.get("labels")
             if case.head not in ("none", "value"):
                 named["labels"] = None

@@ -28,41 +28,23 @@ def pairs(case: Case) -> set[tuple[str, str, str, str]]:
 
 def cases(*, every: bool = False) -> list[Case]:
     """The cases of the seeds; of `every` one that there must be for all pairs that were found."""
-    seeds = covering(10_000, LOOKED_AT)[0] if every else SEEDS
-    return [draw(seed, 1, DENSE) for seed in seeds]
+    return [draw(seed, 1, DENSE) for seed in (covering() if every else SEEDS)]
 
 
-def covering(most: int, seeds: int) -> tuple[list[int], int, int]:
-    """Seeds, greedily: each has the most pairs that none before it had.
-
-    Args:
-        most: seeds to be found at most.
-        seeds: how many are looked at.
-
-    Returns:
-        The seeds, how many pairs they cover, and how many all that were looked at do.
-    """
+def covering() -> list[int]:
+    """Seeds, greedily: each has the most pairs that none before it had."""
     numbers: dict[tuple[str, str, str, str], int] = {}
-    masks: dict[int, int] = {}
-    for seed in range(seeds):
-        found = pairs(draw(seed, 1, DENSE))
-        masks[seed] = sum(1 << numbers.setdefault(pair, len(numbers)) for pair in found)
-    gains = dict.fromkeys(masks, len(numbers))
-    chosen: list[int] = []
-    seen = 0
-    while len(chosen) < most:
-        best = max(gains, key=gains.__getitem__)
-        true = (masks[best] & ~seen).bit_count()
-        if true < gains[best]:  # a gain only shrinks: look again
-            gains[best] = true
-            continue
-        if not true:
-            break
-        chosen.append(best)
-        seen |= masks[best]
-        del gains[best]
-    return chosen, seen.bit_count(), len(numbers)
+    masks = [
+        sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs(draw(seed, 1, DENSE)))
+        for seed in range(LOOKED_AT)
+    ]
+    chosen, left = list[int](), (1 << len(numbers)) - 1
+    while left:
+        gains = [(mask & left).bit_count() for mask in masks]
+        chosen.append(gains.index(max(gains)))
+        left &= ~masks[chosen[-1]]
+    return chosen
 
 
 if __name__ == "__main__":
-    print(*covering(10_000, LOOKED_AT))
+    print(*covering())

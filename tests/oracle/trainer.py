@@ -30,18 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_prefix.lab.models.build import unwrap
 from tests.cases import FAMILIES
 from tests.oracle import data
+from tests.oracle import model as models
 from tests.oracle.case import Case
 from tests.oracle.data import get
-from tests.oracle.model import (
-    Output,
-    Parts,
-    Slotted,
-    entropy,
-    log_probs,
-    scale_of_list_item,
-    set_microbatch,
-    set_scales,
-)
 
 NOISE = 1.0
 """What a forward step leaves for a loss is a factor from 1 to 1 + this."""
@@ -122,7 +113,7 @@ class Trainer:
         updates: gradients by which weights are updated after each call; its own behind them.
     """
 
-    def __init__(self, case: Case, parts: Parts, updates: Sequence[dict[str, Tensor]] = ()) -> None:
+    def __init__(self, case: Case, parts: models.Parts, updates: Sequence[Any] = ()) -> None:
         self.case, self.parts, self._updates = case, parts, [*updates]
         self.kept: dict[str, Any] = {
             "list": [],
@@ -143,9 +134,9 @@ class Trainer:
         if case.scale != "none":
             self.scale = torch.tensor(3.0) if case.scale == "tensor" else 3.0
             listed = case.scale == "by_list_item"
-            function = scale_of_list_item if listed else lambda loss: self._scaled(loss)
+            function = models.scale_of_list_item if listed else lambda loss: self._scaled(loss)
             for language in parts.languages:
-                set_scales(language.config, function)
+                models.set_scales(language.config, function)
 
     # Calls ---------------------------------------------------------------------------------------
 
@@ -245,7 +236,7 @@ class Trainer:
             "training": [name for name, module in modules if not module.training],
             "buffers": [(name, buffer.clone()) for name, buffer in buffers],
             "grad_enabled": torch.is_grad_enabled(),
-            "set": [m.left() for m in self._modules() if isinstance(m, Slotted)],
+            "set": [m.left() for m in self._modules() if isinstance(m, models.Slotted)],
         }
 
     def _modules(self) -> Iterator[Any]:
@@ -299,7 +290,7 @@ class Trainer:
             model.eval() if number else model.train()
         midway = self._is_late("sets midway") and number > 0
         if not case.late.startswith("sets") or self._is_late("sets") or midway:
-            set_microbatch(model, case, number)
+            models.set_microbatch(model, case, number)
         self._set_scale("by_microbatch", number)
         before = self._reference(item, model, "before")
         if case.session == "mode_around_call":
@@ -501,9 +492,7 @@ class Trainer:
 
     # The loss ------------------------------------------------------------------------------------
 
-    def _loss(
-        self, item: Any, model: Any, before: Any, read_back: Any, more: dict[str, Any]
-    ) -> Callable[..., Any]:
+    def _loss(self, item, model, before, read_back, more):
         def loss_func(output: Any, non_loss_data: bool = False) -> Any:
             number = int(get(item, "number"))
             self.losses.append(number)
@@ -522,9 +511,7 @@ class Trainer:
 
         return loss_func
 
-    def _scored(
-        self, output: Any, item: Any, factor: Tensor, reference: Any, more: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def _scored(self, output, item, factor, reference, more):
         """What is logged of every position, and the loss."""
         case, mask = self.case, self._mask(item)
         if case.head == "scalar":
@@ -576,7 +563,7 @@ class Trainer:
             return -output["log_probs"] + 0.1 * output["entropy"]
         if case.head == "tuple":
             return -output[0] + 0.1 * output[1]
-        if isinstance(output, Output):
+        if isinstance(output, models.Output):
             return -output.log_probs + 0.1 * output.entropy
         if case.head in ("n_minus_1", "log_probs"):
             return -output
@@ -593,8 +580,8 @@ class Trainer:
             whole = gather_from_tensor_model_parallel_region(output)
         if case.loss == "distil":
             return _divergence(whole, get(item, "weight"))
-        nll = -log_probs(whole, get(item, "labels"))
-        return nll - 0.1 * entropy(whole) if case.loss == "entropy" else nll
+        nll = -models.log_probs(whole, get(item, "labels"))
+        return nll - 0.1 * models.entropy(whole) if case.loss == "entropy" else nll
 
     def _cut(self, values: Tensor) -> Tensor:
         return values[:, :-1] if self.case.head in SHORTER else values

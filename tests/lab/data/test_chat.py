@@ -8,7 +8,7 @@ import pytest
 
 from megatron_prefix.lab.data.importers import import_file
 from tests.harness import importing
-from tests.harness.importing import Characters, refused, write
+from tests.harness.importing import Characters, imported, refused, write
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
@@ -37,8 +37,7 @@ def conversation(*turns, **more):
 def test_messages_train_the_assistant(source):
     row = conversation(say("assistant", "one"), say("tool", "42"), say("assistant", "two"))
     row["tools"] = [{"name": "add"}]
-    ((group),) = import_file(write(source, row), "messages", Characters())
-    (rollout,) = group.rollouts
+    rollout = imported(source, row, "messages", Characters())
     expected = "[add]<user hi>\n<assistant one>\n<tool 42>\n<assistant two>"
     assert text_of(rollout) == expected
     assert trained(rollout) == ["one>", "two>"]
@@ -51,10 +50,10 @@ def test_messages_end_with_the_last_turn_that_is_trained(source):
         say("user", "?"), say("assistant", "not", step_loss_mask=0), say("user", "?", loss=False),
         say("assistant", "yes", weight=1, train=None), say("user", "bye"),
     )  # fmt: skip
-    ((group),) = import_file(write(source, row), "messages", Characters())
-    assert trained(group.rollouts[0]) == ["yes>"]
-    assert text_of(group.rollouts[0]).endswith("<assistant yes>")
-    assert group.rollouts[0].prompt_len == text_of(group.rollouts[0]).index("yes")
+    rollout = imported(source, row, "messages", Characters())
+    assert trained(rollout) == ["yes>"]
+    assert text_of(rollout).endswith("<assistant yes>")
+    assert rollout.prompt_len == text_of(rollout).index("yes")
 
 
 def test_messages_of_the_chat_api(source):
@@ -67,9 +66,9 @@ def test_messages_of_the_chat_api(source):
         say("user", [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]),
         say("assistant", None, tool_calls=calls),
     )
-    ((group),) = import_file(write(source, row), "messages", Characters())
-    assert "<user xy>" in text_of(group.rollouts[0])
-    assert trained(group.rollouts[0]) == ["{'a': 1}'{broken'{'b': 2}>"]
+    rollout = imported(source, row, "messages", Characters())
+    assert "<user xy>" in text_of(rollout)
+    assert trained(rollout) == ["{'a': 1}'{broken'{'b': 2}>"]
 
 
 @pytest.mark.parametrize(("row", "said"), [
@@ -121,10 +120,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_file(source, folder):
-    write(source, {"input": "é", "output": "ab", "score": 1.0})
     file = folder / "tokenizer.json"
-    ((group),) = import_file(source, "verl", str(file))
-    (rollout,) = group.rollouts
+    rollout = imported(source, {"input": "é", "output": "ab", "score": 1.0}, "verl", str(file))
     assert rollout.tokens[0] == 258
     assert (len(rollout), rollout.prompt_len, rollout.loss) == (5, 3, ((3, 5),))
     write(source, conversation(say("assistant", "one")))
@@ -155,9 +152,8 @@ def test_stored_truncation_and_padding_are_not_applied(source, folder, capfd, fo
     ):
         values = json.loads((folder / name).read_text("utf-8")) | changes
         (folder / name).write_text(json.dumps(values), encoding="utf-8")
-    write(source, {"input": "a" * 51, "output": "b", "score": 1.0})
-    ((group),) = import_file(source, "verl", str(folder / form))
-    (rollout,) = group.rollouts
+    row = {"input": "a" * 51, "output": "b", "score": 1.0}
+    rollout = imported(source, row, "verl", str(folder / form))
     assert (len(rollout), rollout.prompt_len, rollout.loss) == (53, 52, ((52, 53),))  # with BOS
     assert capfd.readouterr().err == ""
 
@@ -196,8 +192,7 @@ def test_no_space_is_put_between_pieces(source, folder):
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     row = conversation(say("assistant", "one"), say("user", "?"), say("assistant", " two"))
-    ((group),) = import_file(write(source, row), "messages", str(folder))
-    (rollout,) = group.rollouts
+    rollout = imported(source, row, "messages", str(folder))
     text = "".join(letters[token] for token in rollout.tokens)
     start, end = "<|im_start|>", "\u2581</s>"
     assert text == (
@@ -213,8 +208,7 @@ def test_a_model_folder(source, folder):
     row = conversation(
         say("assistant", "one", tool_calls=calls), say("tool", "42"), say("assistant", "two")
     )
-    ((group),) = import_file(write(source, row), "messages", str(folder))
-    (rollout,) = group.rollouts
+    rollout = imported(source, row, "messages", str(folder))
     pieces = [
         fast.decode(rollout.tokens[start:end].tolist(), skip_special_tokens=False)
         for start, end in ((0, rollout.prompt_len), *rollout.loss)

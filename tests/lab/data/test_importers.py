@@ -5,7 +5,7 @@ import pytest
 
 from megatron_prefix.lab.data.importers import import_file
 from tests.harness import importing
-from tests.harness.importing import BOS, Characters, names, refused, write
+from tests.harness.importing import BOS, Characters, imported, names, refused, write
 
 source = importing.source  # a fixture
 
@@ -39,12 +39,6 @@ def test_verl_refuses(source, changes, said):
     assert refused(source, "verl", Characters(), vocab_size=99).startswith(said)
 
 
-def imported(path, row):
-    ((group),) = import_file(write(path, row), "tokens")
-    (rollout,) = group.rollouts
-    return rollout
-
-
 FLAGS = [True, False, True, True]
 
 
@@ -59,7 +53,7 @@ FLAGS = [True, False, True, True]
 ])  # fmt: skip
 @pytest.mark.parametrize("logprobs", [[-1.0, -3.0, -4.0], [-1.0, -2.0, -3.0, -4.0]])
 def test_tokens(source, row, logprobs):
-    rollout = imported(source, row | {"reward": 1, "rollout_log_probs": logprobs})
+    rollout = imported(source, row | {"reward": 1, "rollout_log_probs": logprobs}, "tokens")
     assert rollout.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert (rollout.prompt_len, rollout.loss) == (2, ((2, 3), (4, 6)))
     assert rollout.old_logprobs.tolist() == [-1.0, -3.0, -4.0]
@@ -94,7 +88,7 @@ LOSS_MASK = [0, 0, 0, 0, 1, 0, 1, 1]
 ])  # fmt: skip
 @pytest.mark.parametrize("logprobs", [[-1.0, -3.0], [-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0, -4.0]])
 def test_pads_are_dropped(source, more, logprobs):
-    rollout = imported(source, PADDED | more | {"old_logprobs": logprobs})
+    rollout = imported(source, PADDED | more | {"old_logprobs": logprobs}, "tokens")
     assert rollout.tokens.tolist() == [5, 6, 7, 8, 9]
     assert (rollout.prompt_len, rollout.loss) == (2, ((2, 3), (4, 5)))
     assert rollout.old_logprobs.tolist() == [-1.0, -3.0]
@@ -102,7 +96,7 @@ def test_pads_are_dropped(source, more, logprobs):
 
 def test_pads_of_a_prompt_that_is_a_list_of_its_own(source):
     row = {"prompt_ids": [0, 5, 6], "prompt_mask": [0, 1, 1], "completion_ids": [7, 8, 0]}
-    rollout = imported(source, row | {"completion_mask": [1, 1, 0], "reward": 1})
+    rollout = imported(source, row | {"completion_mask": [1, 1, 0], "reward": 1}, "tokens")
     assert (rollout.tokens.tolist(), rollout.prompt_len) == ([5, 6, 7, 8, 0], 2)
     assert rollout.loss == ((2, 4),)
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_prefix.lab.data.importers import import_file
 from tests.harness import importing
-from tests.harness.importing import Jinja, refused, write
+from tests.harness.importing import Jinja, imported, refused, write
 from tests.lab.data.test_chat import say
 
 source = importing.source  # a fixture
@@ -124,8 +124,7 @@ def test_an_empty_answer_is_a_rollout_that_is_not_trained(source, turns):
     """R1's and QwQ's templates begin a thought; null is a TypeError here."""
     template = HEAD + "{{ '' + m.content }}" + TAIL.replace("<assistant>", "<assistant><think>")
     row = {"messages": [say("user", "a"), *turns], "reward": 0.5}
-    ((group),) = import_file(write(source, row), "messages", Jinja(template))
-    (rollout,) = group.rollouts
+    rollout = imported(source, row, "messages", Jinja(template))
     assert (rollout.loss, rollout.reward, rollout.prompt_len) == ((), 0.5, len(rollout))
     text = "".join(map(chr, rollout.tokens.tolist()))
     assert text.startswith("<user>a<end><assistant>")

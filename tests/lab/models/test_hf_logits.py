@@ -9,16 +9,9 @@ import torch
 
 from megatron_prefix.device.tolerance import relative_error
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.models import hf
+from megatron_prefix.lab.models import hf, weights
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.shards import Shards
-from megatron_prefix.lab.models.weights import (
-    expert_biases,
-    global_name,
-    local_part,
-    pieces_of,
-    tensor_split,
-)
 from megatron_prefix.lab.runtime import Layout
 from tests.harness import hf_checkpoints, steps
 from tests.harness.hf_checkpoints import FAMILIES, LENGTH, VOCAB
@@ -116,9 +109,10 @@ def held(folder, layout):
         chunks = build_model(hf.load(folder), layout=layout, load_hf=str(folder))
     found = {}
     for model in map(unwrap, chunks):
-        tensors = [(global_name(model, name), one) for name, one in model.named_parameters()]
-        for name, one in [*tensors, *expert_biases(model)]:
-            dim, _, size = tensor_split(model, name, one)
+        own = model.named_parameters()
+        tensors = [(weights.global_name(model, name), one) for name, one in own]
+        for name, one in [*tensors, *weights.expert_biases(model)]:
+            dim, _, size = weights.tensor_split(model, name, one)
             found[name] = (dim if size > 1 else -1, one.detach().clone())
     return Held(parallel_state.get_tensor_model_parallel_rank(), found, sum(sizes))
 
@@ -139,8 +133,8 @@ def test_every_rank_reads_its_part_of_the_whole_and_no_more(tmp_path, family, la
         for name, (dim, mine) in found.items():
             _, full = whole[name]
             if dim >= 0 and full.shape != mine.shape:
-                pieces = pieces_of(spec, name)
-                full = local_part(full, dim, tp_rank, layout.tp, pieces)
+                pieces = weights.pieces_of(spec, name)
+                full = weights.local_part(full, dim, tp_rank, layout.tp, pieces)
             assert torch.equal(mine, full), name
             seen.add(name)
     assert seen == set(whole)

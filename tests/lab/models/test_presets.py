@@ -28,11 +28,6 @@ def test_real_shapes_have_the_published_number_of_parameters(name, total, norms)
     assert PRESETS[name].parameters() == total - norms
 
 
-def test_overrides_change_fields():
-    wide = resolve("tiny-llama", hidden_size=512, num_attention_heads=8, kv_channels=64)
-    assert (wide.hidden_size, wide.num_attention_heads, wide.num_query_groups) == (512, 8, 2)
-
-
 def test_the_vocabulary_comes_from_the_rollouts_or_holds_them():
     assert resolve("tiny-llama").vocab_size is None
     assert resolve("tiny-llama").with_vocab(97).vocab_size == 97

@@ -17,11 +17,6 @@ WANTED = dict(catalogue.plans(FOLDER))
 SHAPES = {shape.name: shape for shape in catalogue.read_catalogue(FOLDER)[0]}
 
 
-@pytest.mark.parametrize("name", WANTED)
-def test_a_file_is_what_the_catalogue_makes(name):
-    assert (FOLDER / name).read_text(encoding="utf-8") == WANTED[name]
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_rollouts_of_a_shape_give_its_plans(tmp_path, name):
     path = tmp_path / "rollouts.jsonl"
@@ -30,7 +25,8 @@ def test_rollouts_of_a_shape_give_its_plans(tmp_path, name):
     assert to_csv(best_plan(forest, 2)) == WANTED[f"{name}-pp2.csv"]
 
 
-def test_the_command_writes_and_compares(tmp_path):
+def test_files_are_what_the_command_writes(tmp_path):
+    assert catalogue.main([str(FOLDER), "--check"]) is None
     shutil.copy(FOLDER / "catalogue.toml", tmp_path)
     wrong = catalogue.main([str(tmp_path), "--check"])
     assert wrong is not None and "flat-group-pp1.csv" in wrong

@@ -82,16 +82,20 @@ def counted(model, shape, memory, host_layers=0):
     return saved - report.cache_bytes, report.cache_bytes, report.memory
 
 
+def ratio_of(model, shape, memory="retain"):
+    """What was predicted, by what there was."""
+    saved, cache, predicted = counted(model, shape, memory)
+    assert predicted.peak >= predicted.saved
+    return predicted.saved / (saved + cache)
+
+
 @pytest.mark.parametrize(("name", "recompute", "fields", "shapes"), MODELS)
 def test_saved_bytes_are_those_that_were_predicted(name, recompute, fields, shapes):
     options = dict(vocab=VOCAB, recompute=recompute, dtype=torch.float32)
     model = small_model(name, spec={"num_layers": 3, **fields}, **options)
     for shape in shapes:
         for memory in ("retain", "recompute"):
-            saved, cache, predicted = counted(model, shape, memory)
-            ratio = predicted.saved / (saved + cache)
-            assert 0.9 <= ratio <= 1.1, f"{shape}, {memory}: {ratio:.3f}"
-            assert predicted.peak >= predicted.saved
+            assert 0.9 <= ratio_of(model, shape, memory) <= 1.1, f"{shape}, {memory}"
 
 
 def test_recomputed_mlps_are_those_that_were_predicted(monkeypatch):
@@ -102,13 +106,7 @@ def test_recomputed_mlps_are_those_that_were_predicted(monkeypatch):
         config_overrides={"recompute_modules": ["mlp"]},
     )  # fmt: skip
     saving_kernels.install(monkeypatch, model)
-    saved, cache, predicted = counted(model, SHAPES[0], "retain")
-    assert 0.9 <= predicted.saved / (saved + cache) <= 1.2
-
-
-def assert_counted(model, most=1.1):
-    saved, cache, predicted = counted(model, SHAPES[0], "retain")
-    assert 0.9 <= predicted.saved / (saved + cache) <= most
+    assert 0.9 <= ratio_of(model, SHAPES[0]) <= 1.2
 
 
 SHARED = {"num_layers": 3, "moe_shared_expert_intermediate_size": 512}
@@ -128,7 +126,7 @@ def test_experts_save_what_was_predicted(name, spec, config, modules):
     config = config | ({"recompute_modules": modules.split()} if modules else {})
     how = {"recompute": "selective"} if modules else {}
     model = small_model(name, config_overrides=config, **how, **options)
-    assert_counted(model, 1.05 if spec is WIDE else 1.1)
+    assert 0.9 <= ratio_of(model, SHAPES[0]) <= (1.05 if spec is WIDE else 1.1)
 
 
 @pytest.mark.parametrize("contract", [Contract(), Contract(logits=True)], ids=["labels", "logits"])

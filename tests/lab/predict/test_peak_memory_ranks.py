@@ -10,7 +10,7 @@ from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.ranks import check_cases
-from tests.lab.predict.test_peak_memory import SHAPES, VOCAB, counted
+from tests.lab.predict.test_peak_memory import SHAPES, VOCAB, ratio_of
 
 CASES = {
     "many copies": ({"hidden_size": 256, "moe_router_topk": 4}, {}),
@@ -36,8 +36,7 @@ def test_experts_of_ranks(parts, monkeypatch):
             resolve("tiny-moe", num_layers=3, **spec).with_vocab(VOCAB), layout=layout,
             config_overrides={**config, "expert_tensor_parallel_size": parts},
         )[0]  # fmt: skip
-        saved, cache, predicted = counted(model, SHAPES[0], "retain")
-        ratio = predicted.saved / (saved + cache)
+        ratio = ratio_of(model, SHAPES[0])
         return "" if 0.9 <= ratio <= 1.1 else f"{ratio:.3f}"
 
     check_cases(Layout(tp=2, sequence_parallel=True), CASES, compare)

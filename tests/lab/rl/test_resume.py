@@ -17,16 +17,9 @@ from megatron_prefix.lab.rl.checkpoint import Identity
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.rl.run_folder import LOCK, claimed
 from megatron_prefix.lab.runtime import Layout
+from tests.harness import training
 from tests.harness.ranks import forked
-from tests.harness.training import (
-    SMALL,
-    assert_same,
-    bundled,
-    metrics_of,
-    settings,
-    train,
-    whole_state,
-)
+from tests.harness.training import bundled, metrics_of, settings, train
 
 
 @pytest.mark.parametrize(("fields", "dp"), [
@@ -36,12 +29,12 @@ from tests.harness.training import (
 def test_resume_is_exact(tmp_path, fields, dp):
     job = settings(**fields)
     layout = Layout(dp=dp)
-    through = train(tmp_path / "a", 3, job, layout=layout, look=whole_state)
+    through = train(tmp_path / "a", 3, job, layout=layout, look=training.whole_state)
     train(tmp_path / "b", 2, job, layout=layout, save_every=2)
-    again = train(tmp_path / "b", 3, job, layout=layout, look=whole_state, resume="auto")
+    again = train(tmp_path / "b", 3, job, layout=layout, look=training.whole_state, resume="auto")
     for (one, state), (other, resumed) in zip(through, again, strict=True):
         assert one.last_step == other.last_step == other.first_step == 3
-        assert_same(state, resumed)
+        training.assert_same(state, resumed)
     assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
 
 
@@ -75,8 +68,8 @@ def other_reward():
 @pytest.mark.parametrize(("groups", "options", "message"), [
     (bundled, ModelOptions("tiny-llama"),
      "was made with another model .*num_layers 2 there, 4 here"),
-    (other_reward, SMALL, "made from other rollouts"),
-    (bundled, replace(SMALL, dtype="float64"), "has dtype float32, this run float64"),
+    (other_reward, training.SMALL, "made from other rollouts"),
+    (bundled, replace(training.SMALL, dtype="float64"), "has dtype float32, this run float64"),
 ], ids=["model", "rollouts", "dtype"])  # fmt: skip
 def test_something_else_is_not_resumed(one_step, groups, options, message):
     before = sorted(one_step.rglob("*"))

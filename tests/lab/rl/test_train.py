@@ -16,21 +16,14 @@ from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary
 from megatron_prefix.lab.rl.loss import GrpoConfig
 from megatron_prefix.lab.runtime import Layout
-from tests.harness.training import (
-    SMALL,
-    assert_same,
-    bundled,
-    metrics_of,
-    settings,
-    train,
-    whole_state,
-)
+from tests.harness import training
+from tests.harness.training import bundled, metrics_of, settings, train
 
 
 def test_both_schedules_agree_in_float64(tmp_path):
     """In two epochs, of which the second leaves the old policy."""
     job = settings(compare=True, ppo_epochs=2, clip_grad=0.0, lr=1e-3)
-    options = replace(SMALL, dtype="float64")
+    options = replace(training.SMALL, dtype="float64")
     ((summary, _),) = train(tmp_path, 2, job, options=options)
     assert summary.passed is True and summary.grad_max_rel_diff < 1e-12
     assert summary.loss_max_abs_diff < 1e-12
@@ -40,9 +33,9 @@ def test_both_schedules_agree_in_float64(tmp_path):
 
 def test_comparing_changes_nothing(tmp_path):
     """The stock schedule's update is taken back without a trace."""
-    plain = train(tmp_path / "a", 3, settings(), look=whole_state)
-    beside = train(tmp_path / "b", 3, settings(compare=True), look=whole_state)
-    assert_same(plain[0][1], beside[0][1])
+    plain = train(tmp_path / "a", 3, settings(), look=training.whole_state)
+    beside = train(tmp_path / "b", 3, settings(compare=True), look=training.whole_state)
+    training.assert_same(plain[0][1], beside[0][1])
 
 
 def up_to_loss():
@@ -71,7 +64,7 @@ def test_kl_is_to_the_initial_weights(tmp_path):
 def test_old_logprobs_of_the_file_are_used(tmp_path):
     """0.1 below the model's own, so that every ratio is exp(0.1), and more than clip_high cuts."""
     groups = bundled()[:1]
-    _, fitted = fit_vocabulary(SMALL, groups)
+    _, fitted = fit_vocabulary(training.SMALL, groups)
 
     def own(trainer):
         from megatron_prefix.lab.rl import batches, passes
@@ -106,13 +99,13 @@ def exploding():
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     job = settings(groups_per_step=1)
-    ((first, before),) = train(tmp_path / "a", 1, job, exploding(), look=whole_state)
-    ((summary, after),) = train(tmp_path / "b", 3, job, exploding(), look=whole_state)
+    ((first, before),) = train(tmp_path / "a", 1, job, exploding(), look=training.whole_state)
+    ((summary, after),) = train(tmp_path / "b", 3, job, exploding(), look=training.whole_state)
     assert first.error is None
     assert summary.error.startswith("step 2: loss inf, gradient norm ")
     assert "--max-skipped 0" in summary.error
     assert (summary.last_step, summary.skipped_updates) == (1, 1)
-    assert_same(before, after)
+    training.assert_same(before, after)
     assert metrics_of(tmp_path / "b")[-1] == {"step": 2, "train/skipped_updates": 1}
 
 
@@ -127,16 +120,15 @@ def test_skipped_updates_are_counted_where_they_are_allowed(tmp_path):
 
 
 SCHEMA = {
-    "step": int, "train/loss": float, "train/ratio": float, "train/clip_frac": float,
-    "train/approx_kl": float, "train/weighted_logprob": float, "train/kl": float,
-    "train/grad_norm": float, "train/grad_zeros": float, "train/reward_mean": float,
-    "train/lr": float, "train/skipped_updates": int, "train/updates_s": float,
-    "train/logprobs_s": float, "train/step_s": float, "train/raw_tokens_per_s": float,
-    "train/executed_tokens_per_s": float, "prefix_sharing/raw_tokens": int,
-    "prefix_sharing/executed_tokens": int, "prefix_sharing/tflops": float,
-    "timing_s/old_log_prob": float, "timing_s/ref": float, "timing_s/update_actor": float,
-    "timing_s/step": float, "perf/total_num_tokens": int, "perf/time_per_step": float,
-    "perf/throughput": float,
+    "step": int, "train/skipped_updates": int, "perf/total_num_tokens": int,
+    **dict.fromkeys((f"prefix_sharing/{name}_tokens" for name in ("raw", "executed")), int),
+    **dict.fromkeys(
+        "train/loss train/ratio train/clip_frac train/approx_kl train/weighted_logprob train/kl"
+        " train/grad_norm train/grad_zeros train/reward_mean train/lr train/updates_s train/step_s"
+        " train/logprobs_s train/raw_tokens_per_s train/executed_tokens_per_s perf/throughput"
+        " prefix_sharing/tflops timing_s/old_log_prob timing_s/ref timing_s/update_actor"
+        " timing_s/step perf/time_per_step".split(), float,
+    ),
 }  # fmt: skip
 PHASES = [f"prefix_sharing/{name}_s" for name in ("phase_a", "phase_b", "phase_c", "wait")]
 OF_MODE = {"prefix_sharing/active": int, "prefix_sharing/fallback_count": int}

@@ -63,25 +63,16 @@ def log(name, factor):
     )
 
 
-def no_gradients(model, logs):
-    for each in model.parameters():
-        each.main_grad.zero_()
-
-
 CASES = {
     "a gradient": (gradient(WRONG, "decoder.layers.0.mlp.linear_fc1.weight"), "gradient of"),
-    "a small gradient": (
-        gradient(WRONG, "decoder.layers.0.self_attention.q_layernorm.weight"), "gradient of",
-    ),
     "a gradient that is no number": (
         gradient(math.nan, "decoder.layers.1.input_layernorm.weight"), "gradient of",
     ),
-    "no gradients": (no_gradients, "gradient of"),
     "a loss": (log("loss", WRONG), "loss: "),
     "log-probs": (log("logprobs", WRONG), "log-prob: "),
-    "log-probs that are no numbers": (log("logprobs", math.nan), "log-prob: "),
     "a weight": (weight, "parameter "),
 }  # fmt: skip
+"""Of each kind one, which tests of lab/numerics/compare.py spoil in every other way."""
 
 
 @pytest.fixture
@@ -112,9 +103,8 @@ def test_one_thing_wrong_is_seen(name, chunks, monkeypatch):
     assert any(line.startswith(failure) for line in verdict.failures), verdict.failures
 
 
-@pytest.mark.parametrize("factor", [WRONG, math.nan])
-def test_passes_without_gradients_are_compared(factor, chunks, monkeypatch):
-    wrong = tampered(log("logprobs", factor), forward_only=True)
+def test_passes_without_gradients_are_compared(chunks, monkeypatch):
+    wrong = tampered(log("logprobs", WRONG), forward_only=True)
     monkeypatch.setattr(align, "PrefixSchedule", wrong)
     verdict = aligned(chunks)
     assert verdict.passed is False
