@@ -177,9 +177,10 @@ class Footprint:
         act: of what a stage keeps, what policy "recompute_act" drops.
         host_layers: see PrefixConfig.cache_host_layers.
         state, state_grad: a final hidden state that crosses data-parallel ranks, and its gradient.
-        pool, pool_length: waves, and segments that run again, of up to `pool_length` positions are
-            computed one after another in one place, which is there all the time: `pool` bytes for
-            each position of the longest of them, in every model chunk. 0: in places of their own.
+        pool, pool_length: segments of up to `pool_length` positions are computed in places that
+            stay from step to step (`place_of`): waves, and segments that run again, one after
+            another in that of the longest, `pool` bytes for each of its positions, in every model
+            chunk. 0: in none.
         spared: of what a segment keeps, what it keeps there.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
             which segments a segment reads; None: there are no further messages.
@@ -207,6 +208,12 @@ class Footprint:
     def peaks(self, plan: Plan) -> tuple[RankMemory, ...]:
         """See MemoryModel."""
         return self.of(plan).peaks(plan.policies)
+
+
+def place_of(positions: int, longest: int) -> int:
+    """Positions of the place that stays for segments about as long: `longest`, a half of it, a
+    quarter, and so on."""
+    return longest >> max(0, (longest // max(1, positions)).bit_length() - 1)
 
 
 def spread_evenly(num_layers: int, num_host: int) -> list[int]:
@@ -285,10 +292,13 @@ class _Segments:
         segments, self._footprint = plan.segments, footprint
         self.positions = np.array([s.padded_length / footprint.parts for s in segments], np.float64)
         self.own = np.array([s.source < 0 for s in segments], bool)
-        fits = [s.padded_length <= footprint.pool_length for s in segments]
-        self._fits = self.own & (np.array(fits, bool) if footprint.pool else False)
+        lengths, most = (s.padded_length for s in segments), footprint.pool_length
+        places = [place_of(n, most) if footprint.pool and n <= most else 0 for n in lengths]
+        self._fits = self.own & (np.array(places, np.int64) > 0)
+        self._places = np.array(places, np.float64) / footprint.parts
         self.computed = np.where(self.own, self.positions, 0.0)
         self.inner = np.array([s.inner for s in segments], bool)
+        self._kept = np.where(self._fits & self.inner, self._places, self.positions)
         self.reads = np.array([bool(seen.levels) for seen in views], bool)
         self.reads_others = np.array(
             [bool(seen.segments - {index}) for index, seen in enumerate(views)], bool
@@ -309,15 +319,15 @@ class _Segments:
     def saved(self, light: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Bytes that layers save between forward and backward; of `light` segments less."""
         row = np.maximum(0.0, self._row - self._footprint.act * light)
-        return self.positions * row + self._spans + self.scored_bytes
+        return self._kept * row + self._spans + self.scored_bytes
 
     def pooled(self, policy: NDArray[Any]) -> tuple[NDArray[np.float64], float]:
         """Bytes that segments keep in the pool, [segments], and of the pool of a model chunk."""
-        sizes = self._footprint.spared, self._footprint.pool
         act = self._footprint.act * (policy == "recompute_act")
         inside = self._fits & np.where(self.inner, policy == "recompute", policy != "offload")
-        spared, pool = (inside * self.positions * np.maximum(0.0, size - act) for size in sizes)
-        return spared, pool.max(initial=0.0)
+        spared = self._kept * np.maximum(0.0, self._footprint.spared - act)
+        pool = self._places * np.maximum(0.0, self._footprint.pool - act)
+        return inside * spared, (inside * pool).max(initial=0.0)
 
     def kept(self, saved: NDArray[np.float64], policy: NDArray[Any]) -> NDArray[np.float64]:
         """Bytes of a segment between its forward and its backward."""

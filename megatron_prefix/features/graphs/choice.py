@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel, Work, works
+from megatron_prefix.plan.memory import place_of
 
 WAITS = 0.9
 """The host's part of an action's time from which on the device waits for it: what it has queued
@@ -66,7 +67,7 @@ class SeenSegments(NamedTuple):
     Attributes:
         shared: whether it shared.
         waits: see `longest_waiting`.
-        captured: whether some were captured in it.
+        captured: seconds in which some were captured.
         needs_room: whether it could not share, or ran twice, for want of memory.
         held: by what there is behind it.
         is_lent: whether memory was returned to the device between steps, for others.
@@ -74,7 +75,7 @@ class SeenSegments(NamedTuple):
 
     shared: bool
     waits: int
-    captured: bool
+    captured: float
     needs_room: bool
     held: Held = Held()
     is_lent: bool = False
@@ -123,8 +124,9 @@ class GraphChoice:
             ratio: its time over its FLOPs (`flops`).
             waits: see `longest_waiting`.
             may_try: whether graphs may be used from the next step on.
-            captured: whether graphs were captured in it, which is no time of a step: if it took too
-                long another one decides; where MOST_LATE were such, whatever it is.
+            captured: whether graphs were captured in it, the time of which is left out: others
+                of its segments ran without, so if it took too long another step decides; where
+                MOST_LATE were such, whatever it is.
         """
         if not self.is_open:
             return self
@@ -149,32 +151,35 @@ class GraphChoice:
 
 
 class Needs(NamedTuple):
-    """Of graphs in a step.
+    """Of graphs in a step, by `place_of`.
 
     Attributes:
-        longest: positions of the longest segment that soon gives its set back.
-        kept: segments that keep theirs from their forward to their backward.
-        plain, kept_plain: of these, those of which more than activations runs again, or nothing.
+        longest: positions of the place of the longest segment that soon gives its set back.
+        plain: of the longest of them of which more than activations runs again, or nothing.
+        kept: places of segments that keep theirs from their forward to their backward.
+        kept_plain: whether more than activations of one of them runs again, or nothing.
     """
 
     longest: int
-    kept: int
     plain: int = 0
-    kept_plain: int = 0
+    kept: tuple[int, ...] = ()
+    kept_plain: bool = False
 
     @classmethod
     def of(cls, plan: Plan, most: int) -> Needs:
         """Of a plan whose segments of up to `most` positions have graphs."""
-        lengths, plain, kept, kept_plain = [0], [0], 0, 0
+        passing, plain, kept, kept_plain = [0], [0], [], False
         for number, segment in enumerate(plan.segments):
             if segment.source < 0 and segment.padded_length <= most:
-                policy, length = plan.policy(number), segment.padded_length
-                passes, is_plain = not segment.inner or policy == "recompute", policy != LIGHT
-                lengths += [length] * passes
-                plain += [length] * (passes and is_plain)
-                kept += not passes
-                kept_plain += is_plain and not passes
-        return cls(max(lengths), kept, max(plain), kept_plain)
+                policy, place = plan.policy(number), place_of(segment.padded_length, most)
+                is_plain = policy != LIGHT
+                if segment.inner and policy != "recompute":
+                    kept.append(place)
+                    kept_plain |= is_plain
+                else:
+                    passing.append(place)
+                    plain.append(place * is_plain)
+        return cls(max(passing), max(plain), tuple(kept), kept_plain)
 
 
 def with_graphs(times: CostModel) -> CostModel:
@@ -190,17 +195,6 @@ def flops(plan: Plan, cost: CostModel) -> float:
     how much runs again, or in launches."""
     once = (work._replace(actions=0.0, calls=0.0) for work in works(plan.segments))
     return sum(map(cost.of_work, once))
-
-
-def size_of_set(positions: int, most: int) -> int:
-    """Which size of a set of graphs a segment has: 0 if it is longer than a half of `most`, 1 if it
-    is longer than a quarter, and so on.
-
-    Args:
-        positions: of the segment.
-        most: of the longest segment that has graphs.
-    """
-    return max(0, (most // max(1, positions)).bit_length() - 1)
 
 
 def longest_waiting(

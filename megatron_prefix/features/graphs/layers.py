@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.features.graphs import cuda
-from megatron_prefix.features.graphs.choice import Held, Needs, size_of_set
+from megatron_prefix.features.graphs.choice import Held, Needs
 from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
@@ -30,6 +30,7 @@ from megatron_prefix.features.graphs.placed_runs import PlacedKernel, most_runs
 from megatron_prefix.features.graphs.segment_graphs import ROTARY, GraphForm, SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
+from megatron_prefix.plan.memory import place_of
 from megatron_prefix.run.read.loss_variables import package
 from megatron_prefix.sidecar.cache import SegmentState
 
@@ -40,8 +41,6 @@ IN_THE_WAY = (
 """Options of Megatron with which a layer is not the same launches in every segment of a length."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 CHANGED = "what a layer gives the next was replaced between them: set graph_tokens to 0"
-ROOM = 1.0625
-"""How much longer sets for segments that soon give them back may be than a step's longest one."""
 LIGHTER = 0.875
 """What a set for segments whose activations run again holds, about, of what others do."""
 SEEN_BEFORE = 1
@@ -83,7 +82,7 @@ class LayerGraphs:
         most: as given.
         refused: why nothing more is captured; "" if something may be.
         captures: how often all layers were captured.
-        captured: whether they were in the step that runs, or ran last.
+        captured: seconds of captures in the step that runs, or ran last.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class LayerGraphs:
         ranks: int, group: Any = None, handed: bool = False,
     ) -> None:  # fmt: skip
         self._current_cut: Cut | None = None
-        self.refused, self.captures, self.captured = "", 0, False
+        self.refused, self.captures, self.captured = "", 0, 0.0
         self._all = self.layers = self._cut(layers)
         self._follow()
         self._running, self._group = running, group
@@ -100,6 +99,7 @@ class LayerGraphs:
         self._free: list[SegmentGraphs] = []
         self._taken: dict[int, SegmentGraphs] = {}
         self._recomputed: Collection[int] = ()
+        self._needs = Needs(0)
         self._addresses: tuple[float, ...] = ()
         self._is_new, self._watched, self._said = True, False, False
         self._handed = handed
@@ -216,15 +216,24 @@ class LayerGraphs:
         """
         self.end_step()
         self.arenas = arenas or PlacedArenas()
-        self._is_new, self.captured, self._recomputed = True, False, recomputed
+        self._is_new, self.captured, self._recomputed = True, 0.0, recomputed
+        self._needs = needs or Needs(0)
         if needs is not None:
-            longest = ROOM * needs.longest / self._ranks
-            plain = max(LIGHTER * longest, ROOM * needs.plain / self._ranks)
-            passes = [g for g in self._free if g.passes and g.most <= longest]
-            passes = [g for g in passes if _more_than_light(g) <= plain]
-            kept = [g for g in self._free if not g.passes]
-            kept = [g for g in kept if needs.kept_plain or not _more_than_light(g)]
-            self._free = [*passes, *kept[: needs.kept]]
+            self._free = [*self._counted(needs)]
+
+    def _counted(self, needs: Needs) -> Iterator[SegmentGraphs]:
+        """Sets that a plan counts, of those that nobody has. Where activations of all its segments
+        run again, these have no others' graphs beside theirs, for which more is kept."""
+        plain = max(LIGHTER * needs.longest, needs.plain) / self._ranks
+        kept = Counter(place // self._ranks for place in needs.kept)
+        for graphs in self._free:
+            others = graphs.longest(taps_mlps=True) and graphs.longest(taps_mlps=False)
+            if graphs.passes:
+                if graphs.most == needs.longest // self._ranks and others <= plain:
+                    yield graphs
+            elif kept[graphs.most] and (needs.kept_plain or others <= LIGHTER * graphs.most):
+                kept[graphs.most] -= 1
+                yield graphs
 
     def _look(self) -> None:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
@@ -283,8 +292,9 @@ class LayerGraphs:
         kinds: tuple[list[float], ...] = [0.0], [0.0], [0.0], [0.0]
         for graphs in self.sets:
             size = cuda.uncounted_bytes([graphs.pool]) + graphs.placed_bytes
-            is_light = graphs.longest(taps_mlps=False) < LIGHTER * graphs.most
-            kinds[2 * is_light + (not graphs.passes)].append(size / (graphs.most * self._ranks))
+            plain, light = (graphs.longest(taps_mlps=taps) for taps in (False, True))
+            is_light, longest = plain < LIGHTER * light, max(plain, light, 1)
+            kinds[2 * is_light + (not graphs.passes)].append(size / (longest * self._ranks))
         return Held(*map(max, kinds))
 
     @property
@@ -327,15 +337,20 @@ class LayerGraphs:
         if self._watched:
             return
         self._seen[length] += 1
-        if self._seen[length] <= SEEN_BEFORE:
-            return
         form = self._form(context, hidden)
         passes = not context.inner or context.index in self._recomputed
-        chosen = self._fitting(form, passes=passes)
-        provided = {ROTARY: self._running.angles}  # Mamba2, which may be the first, is given none
-        if form not in chosen.made and not self._captured(chosen, form, hidden, provided):
+        place = self._place(length, passes=passes)
+        chosen = self._unused(place, form, passes=passes)
+        if chosen is None and self._seen[length] <= SEEN_BEFORE:
             return
-        chosen.form = form
+        if chosen is None:
+            rotary, arenas = self._running.rotary, self.arenas
+            chosen = SegmentGraphs(self.layers, place, self, rotary, arenas, passes=passes)
+        provided = {ROTARY: self._running.angles}  # Mamba2, which may be the first, is given none
+        covering = chosen.covering(form)
+        if covering is None and not self._captured(chosen, form, hidden, provided):
+            return
+        chosen.form = covering or form
         chosen.begin(provided, context)
         self._taken[context.index] = chosen
 
@@ -353,33 +368,29 @@ class LayerGraphs:
         watched = any(_hooks(layer.module for layer in self.layers))
         return GraphForm(len(hidden), taps_mlps, attention, self._handed and not watched)
 
-    def _fitting(self, form: GraphForm, *, passes: bool) -> SegmentGraphs:
-        """A set that nobody has: one with graphs of a form, else one with room for them, else a new
-        one in the place of a smaller one. Segments that soon give it back (`passes`), of all
-        lengths, share the longest of theirs; others have one for segments about as long."""
-        sizes = {g: self._size(g.most) for g in self._free if g.passes == passes}
-        size = min(sizes.values(), default=0) if passes else self._size(form.positions)
-        alike = [graphs for graphs in sizes if sizes[graphs] == size]
-        fits = [graphs for graphs in alike if form.positions <= graphs.most]
-        if alike:
-            chosen = max(fits or alike, key=lambda graphs: form in graphs.made)
-            self._free.remove(chosen)
-        if fits:
-            return chosen
-        rotary, arenas = self._running.rotary, self.arenas
-        return SegmentGraphs(self.layers, form.positions, self, rotary, arenas, passes=passes)
+    def _place(self, length: int, *, passes: bool) -> int:
+        """Positions on this rank of the place of a segment with so many. Those that soon give
+        theirs back share that of the step's longest."""
+        place = place_of(length * self._ranks, self.most)
+        return (max(place, self._needs.longest) if passes else place) // self._ranks
 
-    def _size(self, positions: int) -> int:
-        """See `size_of_set`, of positions on this rank."""
-        return size_of_set(positions * self._ranks, self.most)
+    def _unused(self, place: int, form: GraphForm, *, passes: bool) -> SegmentGraphs | None:
+        """A set that nobody has, of so many positions: if there is one, with graphs of a form, and
+        with few others, which other segments may ask for."""
+        fits = [g for g in self._free if (g.passes, g.most) == (passes, place)]
+        if not fits:
+            return None
+        chosen = max(fits, key=lambda g: (g.covering(form) is not None, -len(g.made)))
+        self._free.remove(chosen)
+        return chosen
 
     def _captured(
         self, graphs: SegmentGraphs, form: GraphForm, hidden: Tensor, arguments: Mapping[str, Any]
     ) -> bool:
-        why, number, self.captured = "", 0, True
+        why, number = "", 0
         try:
             with torch.enable_grad():
-                graphs.capture(form, hidden, arguments)
+                self.captured += graphs.capture(form, hidden, arguments)
         except Exception as problem:  # noqa: BLE001 - whatever it is, layers run without graphs
             cuda.recover()
             why = (str(problem) or type(problem).__name__).splitlines()[0]
@@ -413,12 +424,6 @@ class LayerGraphs:
 def _hooks(modules: Iterable[Any]) -> Iterator[Any]:
     fields = map(vars, modules)
     return (hook for owned in fields for name in _HOOKS for hook in owned[name].values())
-
-
-def _more_than_light(graphs: SegmentGraphs) -> int:
-    """Positions for which a set holds more than those segments need whose activations run again,
-    although it is used for such; 0: none."""
-    return graphs.longest(taps_mlps=True) and graphs.longest(taps_mlps=False)
 
 
 def _leave(context: SegmentContext, layers: Sequence[int]) -> None:

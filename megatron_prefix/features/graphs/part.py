@@ -226,7 +226,7 @@ class Graphs(StepPart):
             )
             self.kept[_CHOICE] = before
         if not before.is_open:
-            typical = not before.tokens or self._is_typical(observed.captured)
+            typical = not before.tokens or self._is_typical(observed.captured > 0)
             counts = typical and observed.shared
             self.kept[_TIMED] = self._num_timed + counts
             self.renews = counts and self._num_timed == 1  # launches took longer without graphs
@@ -245,9 +245,9 @@ class Graphs(StepPart):
         work = flops(step.report.plan, self.rank.model.cost)
         if not (step.report.decision.share and step.predicted > 0 and work > 0):
             return choice
-        ratio = step.seconds / work
+        ratio = (step.seconds - counts.captured) / work
         may_try = step.is_settled and not self._why_not
-        return choice.after(ratio, counts.waits, may_try=may_try, captured=counts.captured)
+        return choice.after(ratio, counts.waits, may_try=may_try, captured=counts.captured > 0)
 
     def _is_typical(self, captured: bool) -> bool:
         """Whether a step's time counts, where graphs are used in any case."""
@@ -262,7 +262,7 @@ class Graphs(StepPart):
             without_waiting = "B" if self.rank.model.has_experts else "F"
             times = step.times.seconds(), step.times.host_seconds()
             waits = longest_waiting(report.plan, *times, without_waiting)
-        captured = any(graphs.captured for graphs in self._graphs)
+        captured = sum(graphs.captured for graphs in self._graphs)
         no_room = report.decision.over_limit or report.retried
         lent: bool = self.kept.get(_LENT, False)
         return SeenSegments(report.decision.share, waits, captured, no_room, self._held(), lent)

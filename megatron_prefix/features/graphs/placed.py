@@ -36,6 +36,9 @@ to their gradients, which nobody reads. Several, as additions to one row wait fo
 STEPS = 4
 """Numbers of keys that forms have between two powers of two."""
 
+MORE_KEYS = 1.5
+"""How many times the keys of a segment its graphs may read."""
+
 
 class LevelForm(NamedTuple):
     """Of one level: most runs, those of queries without keys among them, and most keys."""
@@ -72,6 +75,18 @@ class AttentionForm(NamedTuple):
         form = cls(positions, context.inner, _power(len(own.queries)), tuple(levels))
         fits = max([form.runs, *(level.runs for level in levels)]) <= most_runs
         return form if fits else None
+
+    def covers(self, other: AttentionForm) -> bool:
+        """Whether segments of another form can use this one's launches; with up to MORE_KEYS times
+        as many keys, as rows that nobody uses are read, too."""
+        if (self.positions, self.inner) != (other.positions, other.inner):
+            return False
+        if len(self.levels) != len(other.levels) or self.runs < other.runs:
+            return False
+        return all(
+            level.runs >= needed.runs and needed.keys <= level.keys <= MORE_KEYS * needed.keys
+            for level, needed in zip(self.levels, other.levels, strict=True)
+        )
 
 
 def _power(number: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,12 +49,27 @@ class GraphForm(NamedTuple):
     attention: AttentionForm | None = None
     chained: bool = False
 
+    @property
+    def num_keys(self) -> int:
+        """Of ancestors, padding included."""
+        return sum(level.keys for level in self.attention.levels) if self.attention else 0
+
+    def covers(self, other: GraphForm) -> bool:
+        """Whether segments of another form can use this one's graphs: as many runs and keys, or
+        some more that are empty."""
+        if self._replace(attention=None) != other._replace(attention=None):
+            return False
+        if self.attention is None or other.attention is None:
+            return self.attention is other.attention
+        return self.attention.covers(other.attention)
+
 
 class SegmentGraphs:
-    """Graphs of some layers for one segment at a time, of any length up to that of the first.
+    """Graphs of some layers for one segment at a time, of any length up to `most`.
 
     Args:
         layers: the layers.
+        most: see below.
         owner: what its `cut` is layers call while they are captured.
         rotary: tables of rotary embeddings that layers ask for.
         passes: whether they are for segments that soon give them back: waves, and what runs again.
@@ -61,7 +77,7 @@ class SegmentGraphs:
     Attributes:
         layers, passes: as given.
         pool: of its graphs.
-        most: positions of the first segment on this rank; longer ones have no place.
+        most: positions of the longest segment on this rank that has a place.
         made: the graphs of every layer by its number, by a segment's form.
         form: of the segment that has these graphs, or had them last.
         at: the layer whose graphs are captured, or were last; None before the first.
@@ -95,6 +111,12 @@ class SegmentGraphs:
         another; 0 without one."""
         return max((f.positions for f in self.made if f.taps_mlps == taps_mlps), default=0)
 
+    def covering(self, form: GraphForm) -> GraphForm | None:
+        """The form whose graphs a segment of `form` can use: of those made the one with fewest
+        keys; None without one."""
+        covers = [made for made in self.made if made.covers(form)]
+        return min(covers, key=lambda made: made.num_keys, default=None)
+
     def begin(self, arguments: Mapping[str, Any], context: SegmentContext) -> None:
         """Copies a segment's rotary embeddings, the rows that its layers look up at its positions,
         and what its attention sees, into the buffers that its graphs read."""
@@ -111,7 +133,7 @@ class SegmentGraphs:
             rows = self._rotary.rows(name, positions)
             self.place((ROTARY, name), rows).copy_(rows)
 
-    def capture(self, form: GraphForm, hidden: Tensor, kwargs: Mapping[str, Any]) -> None:
+    def capture(self, form: GraphForm, hidden: Tensor, kwargs: Mapping[str, Any]) -> float:
         """Makes the graphs of a form, that of the segment that runs.
 
         Args:
@@ -119,15 +141,19 @@ class SegmentGraphs:
             hidden: [positions, 1, hidden_size], like the hidden states of a segment.
             kwargs: the layers' other arguments.
 
+        Returns:
+            Seconds, without those in which the device did what was under way.
+
         Raises:
             CannotCaptureError: the layers do what no graph can.
             RuntimeError: so says CUDA.
         """
-        arguments = self._arguments(kwargs)
         self._length, self.form = len(hidden), form
+        arguments = self._arguments(kwargs)
         self._context = self._blank(hidden.device)
         self._tables.clear()
         cuda.settle()
+        start = time.perf_counter()
         inside = (module for layer in self.layers for module in layer.modules())
         with cuda.apart(), stand_ins(inside) as self._owners:
             try:
@@ -147,6 +173,7 @@ class SegmentGraphs:
         self.made[form] |= {
             first.number: sides for (first, *_), sides in zip(chains, created, strict=True)
         }
+        return time.perf_counter() - start
 
     def _chains(self) -> Iterator[list[CutLayer]]:
         """The layers, those that are one launch together."""

@@ -8,13 +8,14 @@ from megatron_prefix.features.graphs.choice import (
     LAUNCHES,
     MOST_LATE,
     GraphChoice,
+    Needs,
     flops,
     longest_waiting,
-    size_of_set,
     with_graphs,
 )
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.cost import CostModel, causal_pairs
+from megatron_prefix.plan.memory import place_of
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.trees import flat_rollouts
@@ -87,11 +88,33 @@ def test_steps_are_compared_by_what_they_compute_once():
     assert len(plans[0].segments) < len(plans[1].segments)
 
 
-def test_sets_of_graphs_are_for_segments_about_as_long():
-    sizes = {length: size_of_set(length, 64) for length in (64, 33, 32, 17, 16, 2, 1)}
-    assert sizes == {64: 0, 33: 0, 32: 1, 17: 1, 16: 2, 2: 5, 1: 6}
-    assert size_of_set(20, 48) == size_of_set(24, 48) == 1 and size_of_set(25, 48) == 0
-    assert size_of_set(65, 64) == 0
+def test_places_are_for_segments_about_as_long():
+    sizes = {length: place_of(length, 64) for length in (64, 33, 32, 17, 16, 2, 1)}
+    assert sizes == {64: 64, 33: 64, 32: 32, 17: 32, 16: 16, 2: 2, 1: 1}
+    assert place_of(20, 48) == place_of(24, 48) == 24 and place_of(25, 48) == 48
+    assert all(length <= place_of(length, most) for most in (48, 50) for length in range(1, most))
+
+
+def test_a_plan_needs_places_of_its_segments():
+    rollouts, groups = flat_rollouts(400, 100, 4, 1)
+    options = TreeOptions(segment_tokens=200, chunk_tokens=100)
+    plan = make_plan(build(rollouts, groups, options))
+    num = len(plan.segments)
+    inner = [n for n, segment in enumerate(plan.segments) if segment.inner]
+    lengths = [plan.segments[n].padded_length for n in range(num)]
+    longest = max(lengths[n] for n in range(num) if n not in inner)
+
+    def needs(policy_of, most=1024):
+        return Needs.of(replace(plan, policies=tuple(map(policy_of, range(num)))), most)
+
+    places = tuple(place_of(lengths[n], 1024) for n in inner)
+    retained = needs(lambda n: "retain")
+    assert retained == (place_of(longest, 1024), place_of(longest, 1024), places, True)
+    assert needs(lambda n: "recompute_act") == (place_of(longest, 1024), 0, places, False)
+    again = needs(lambda n: "recompute" if n in inner else "recompute_act")
+    most = place_of(max(lengths), 1024)
+    assert again == (most, place_of(max(lengths[n] for n in inner), 1024), (), False)
+    assert needs(lambda n: "retain", most=1) == (0, 0, (), False)
 
 
 def test_the_longest_segment_that_waits():

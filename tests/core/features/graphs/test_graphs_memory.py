@@ -1,17 +1,17 @@
 """What sets of CUDA graphs hold, where launches are noted and launched again on the CPU."""
 
 import contextlib
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_prefix.features.graphs import choice, cuda, part
-from megatron_prefix.features.graphs.choice import size_of_set
+from megatron_prefix.features.graphs import choice, cuda, layers, part
 from megatron_prefix.features.graphs.pieces import Piece
-from megatron_prefix.features.graphs.placed import SPARE
-from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
+from megatron_prefix.features.graphs.placed import SPARE, AttentionForm, LevelForm
+from megatron_prefix.features.graphs.segment_graphs import GraphForm, SegmentGraphs
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
@@ -48,6 +48,12 @@ class Held:
         return sum(one.untyped_storage().nbytes() for one in self.tensors.values())
 
 
+def as_long_as_segments(patch):
+    """Places of sets of graphs."""
+    for module in (choice, layers):
+        patch.setattr(module, "place_of", lambda positions, longest: positions)
+
+
 def saved_by_sets(model, patch):
     """Of every new set of some steps the bytes that its pieces save, and that its layers save
     without graphs; between forward and backward."""
@@ -70,14 +76,16 @@ def saved_by_sets(model, patch):
         for one in (captures.tensors, rehearsals.tensors, between):
             one.clear()
         with rehearsals.saving():
-            capture(sets, *given)
+            seconds = capture(sets, *given)
         if is_first:
             found.append(between[0])
+        return seconds
 
     def capturing_backward(*arguments):
         between.append((captures.bytes(), rehearsals.bytes()))
         backward(*arguments)
 
+    as_long_as_segments(patch)
     patch.setattr(cuda, "Graph", Holding)
     patch.setattr(SegmentGraphs, "capture", captured)
     patch.setattr(Piece, "capture_backward", capturing_backward)
@@ -124,11 +132,13 @@ def test_pieces_of_the_longest_segment_copy_one_thing(name, monkeypatch):
 
     def captured(sets, form, hidden, given):
         is_first = not sets.made
-        capture(sets, form, hidden, given)
+        seconds = capture(sets, form, hidden, given)
         for sides in sets.made[form].values():
             launched = [one for piece in sides.pieces for one in piece.forward.launched]
             copies.append((is_first, launched.count("aten.copy_.default")))
+        return seconds
 
+    as_long_as_segments(monkeypatch)
     monkeypatch.setattr(SegmentGraphs, "capture", captured)
     steps(small_model(name, spec={"num_layers": LAYERS}), config())
     assert max(num for is_first, num in copies if is_first) == 1
@@ -142,8 +152,8 @@ def test_sets_that_a_step_does_not_use_are_dropped():
     for prompt, answer in [(40, 9), (10, 4)]:
         for seed in range(3):
             shared_step(schedule, model, seed, prompt, answer)
-        sizes.append({size_of_set(sets.most, 48) for sets in made(model).sets})
-    assert sizes == [{0, 1}, {0}]
+        sizes.append({sets.most for sets in made(model).sets})
+    assert sizes == [{24, 48}, {48}]
 
 
 @pytest.mark.usefixtures("recorded_graphs")
@@ -280,31 +290,60 @@ def _after_two_steps():
 def test_sets_that_a_plan_does_not_count_go_before_it_runs(recorded_graphs):
     graphs, plan = _after_two_steps()
     needs = choice.Needs.of(plan, graphs.most)
-    passes = [one.most for one in graphs.sets if one.passes]
-    assert passes and needs.longest == max(passes) and needs.kept >= len([*graphs.sets]) - 1 > 0
-    graphs.begin_step(needs=needs)
-    assert len([*graphs.sets]) == len(passes) + min(needs.kept, len([*graphs.sets]) - len(passes))
-    graphs.begin_step(needs=choice.Needs(max(passes) - 1, 1))  # lengths of waves differ a little
-    assert [one.passes for one in graphs.sets].count(True) == len(passes)
-    kept = len([*graphs.sets]) - len(passes)
-    assert kept == 1
-    # Graphs for segments whose activations run again save nothing where others are beside them.
-    light = needs._replace(plain=0, kept_plain=0)
-    graphs.begin_step(needs=light)
-    for several in graphs.sets:
+    passes, kept = ([g.most for g in graphs.sets if g.passes == flag] for flag in (True, False))
+    assert passes == [needs.longest] and kept and not Counter(kept) - Counter(needs.kept)
+    for needed, there in [
+        (needs, passes + kept),
+        (needs._replace(kept=needs.kept[:1]), [*passes, *needs.kept[:1]]),
+        (needs._replace(longest=needs.longest // 2, kept=needs.kept[:1]), [*needs.kept[:1]]),
+        (choice.Needs(0), []),
+    ]:
+        graphs.begin_step(needs=needed)
+        assert Counter(g.most for g in graphs.sets) == Counter(there)
+
+
+@pytest.mark.parametrize(("lighter", "stay"), [(0.0, False), (1.0, True)])
+def test_graphs_that_save_more_than_a_plan_counts_go(lighter, stay, monkeypatch, recorded_graphs):
+    """Activations of all segments run again, and these were captured without."""
+    graphs, plan = _after_two_steps()
+    monkeypatch.setattr(layers, "LIGHTER", lighter)
+    needs, there = choice.Needs.of(plan, graphs.most), [*graphs.sets]
+    light = needs._replace(plain=0, kept_plain=False)
+    graphs.begin_step(needs=light)  # nothing is beside them yet
+    assert [*graphs.sets] == there
+    for several in there:
         several.made |= {f._replace(taps_mlps=True): s for f, s in several.made.items()}
     graphs.begin_step(needs=needs)
-    assert len([*graphs.sets]) == len(passes) + kept
-    graphs.begin_step(needs=light._replace(kept_plain=1))
-    assert [several.passes for several in graphs.sets] == [False]
+    assert [*graphs.sets] == there
     graphs.begin_step(needs=light)
-    assert not [*graphs.sets]
+    assert [*graphs.sets] == there * stay
 
 
-def test_a_set_that_is_too_long_goes_before_a_step(recorded_graphs):
-    graphs, plan = _after_two_steps()
-    passes = [one.most for one in graphs.sets if one.passes]
-    graphs.begin_step(needs=choice.Needs(max(passes) // 2, 1))
-    assert [one.passes for one in graphs.sets] == [False]
-    graphs.begin_step(needs=choice.Needs.of(replace(plan, policies=()), 0))
-    assert not [*graphs.sets]
+@pytest.mark.usefixtures("recorded_graphs")
+def test_lengths_that_come_again_are_captured_once():
+    """Steps of other lengths in between drop nothing, as long as places are alike."""
+    model, schedule = small_model(), PrefixSchedule(config(segment_tokens=48))
+    captures = []
+    for answer in [9, 11, 12, 10] * 3:
+        groups = list(generate(2, 30, answer, 4, vocab_size=64, seed=0))
+        align.run_step(schedule, [model], align.microbatches(groups, 0), optimize=False)
+        captures.append(made(model).captures)
+    assert captures[0] < captures[3] == captures[-1]
+
+
+def test_graphs_serve_segments_with_fewer_runs_and_keys():
+    level = LevelForm(4, 512)
+    form = GraphForm(64, attention=AttentionForm(64, False, 8, (level,)))
+
+    def other(**changes):
+        return form._replace(attention=form.attention._replace(**changes))
+
+    served = [other(), other(runs=2), other(levels=(LevelForm(1, 384),))]
+    not_served = [
+        other(runs=16), other(inner=True), other(positions=32), other(levels=()),
+        other(levels=(LevelForm(8, 512),)), other(levels=(LevelForm(4, 640),)),
+        other(levels=(LevelForm(4, 256),)), form._replace(attention=None),
+        form._replace(positions=32), form._replace(taps_mlps=True), form._replace(chained=True),
+    ]  # fmt: skip
+    assert all(map(form.covers, served)) and not any(map(form.covers, not_served))
+    assert form._replace(attention=None).covers(form._replace(attention=None))
