@@ -62,6 +62,8 @@ def of_graphs(chunks: Sequence[Any]) -> dict[str, Any]:
     """What CUDA graphs hold."""
     graphs = [*filter(None, map(graphs_of, chunks))]
     return dict(
+        captures=sum(of_chunk.captures for of_chunk in graphs),
+        capture_ms=1e3 * sum(of_chunk.captured for of_chunk in graphs),
         graphs=sum(of_chunk.uncounted_bytes for of_chunk in graphs) / GIB,
         arenas=sum(of_chunk.arenas.device_bytes for of_chunk in graphs) / GIB,
         sets=[
@@ -90,8 +92,9 @@ def rows(
         milliseconds = 1e3 * (now(run._device) - begin)
         held = of_graphs(run._chunks)
         highest = torch.cuda.max_memory_allocated() / GIB + held["graphs"]
-        row: dict[str, Any] = dict(gib=highest, ms=milliseconds, **held)
-        row["reserved"] = torch.cuda.max_memory_reserved() / GIB
+        reserved = torch.cuda.max_memory_reserved() / GIB
+        row: dict[str, Any] = dict(gib=min(highest, reserved), ms=milliseconds, **held)
+        row["reserved"] = reserved
         row["allocations"] = torch.cuda.memory_stats().get("num_device_alloc", 0) - allocations
         if isinstance(schedule, PrefixSchedule):
             report: Any = schedule.report
@@ -146,6 +149,7 @@ def watch(output: Path, num: int, mode: str) -> None:
                     f" segments {row['segments']} of {row['longest']} {row['inner']}"
                     f" light {row['light']} new blocks {row['allocations']}"
                     f" {row['reason'][:40]}"
+                    f" captures {row['captures']} {row['capture_ms']:.0f} ms"
                     f" graphs {row['graphs']:.2f} arenas {row['arenas']:.2f} sets {row['sets']}"
                 )
             numbers = each[-1]["numbers"]

@@ -116,8 +116,7 @@ class _Run:
                 measured.predicted_gib = max(measured.predicted_gib, predicted)
         if self._on_gpu:
             ours = isinstance(self._schedule, PrefixSchedule)
-            more = _of_graphs(self._chunks) if ours else 0
-            measured.gib = (torch.cuda.max_memory_allocated() + more) / GIB
+            measured.gib = _peak(self._chunks if ours else ()) / GIB
         self._watch(measured, steps[-1])
         return together(measured, align.data_rank())
 
@@ -166,10 +165,12 @@ class _Run:
         return float(spent)
 
 
-def _of_graphs(chunks: list[Any]) -> int:
-    """Bytes of memory that CUDA graphs of layers use and torch does not count as allocated."""
-    found = filter(None, map(graphs_of, chunks))
-    return sum(graphs.uncounted_bytes for graphs in found)
+def _peak(chunks: Sequence[Any]) -> int:
+    """Bytes, with those that CUDA graphs of layers use and torch counts as allocated while they are
+    captured alone: what is reserved then is the least that is known."""
+    graphs = filter(None, map(graphs_of, chunks))
+    peak = torch.cuda.max_memory_allocated() + sum(of.uncounted_bytes for of in graphs)
+    return min(peak, torch.cuda.max_memory_reserved())
 
 
 def aligned(
