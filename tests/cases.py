@@ -28,6 +28,7 @@ class Family(NamedTuple):
         config: fields of Megatron's TransformerConfig that differ.
         own_attention: keeps its own core attention, where others get the oracle's.
         since: release of megatron-core that runs it first.
+        until: the first that does not; "": all later ones do.
         around: name of a context manager of tests/oracle/model.py that it is built and run in.
     """
 
@@ -36,6 +37,7 @@ class Family(NamedTuple):
     config: Mapping[str, Any] = MappingProxyType({})
     own_attention: bool = False
     since: str = "0"
+    until: str = ""
     around: str = ""
 
 
@@ -171,6 +173,10 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "own delta on stages": Family(spec={"num_layers": 4}, own_attention=True,
                                   around="own delta on stages"),
     "own delta alone": Family(own_attention=True, around="own delta alone"),
+    "own delta experts": Family("tiny-moe", {}, _Z, own_attention=True,
+                                around="own delta attribute"),
+    "own delta mtp": Family("tiny-moe", {"mtp_num_layers": 1}, _Z, own_attention=True,
+                            until="0.19", around="own delta mtp"),
     # Adapters beside frozen layers.
     **{name: Family(around=name)
        for name in ("adapted", "adapted fc2", "adapted last", "adapted first")},
@@ -222,10 +228,16 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "mtp without labels": Family(spec={"mtp_num_layers": 1}, since="0.19"),
     "mtp detached": Family(spec={"mtp_num_layers": 1, "tie_embeddings": True},
                            config={"mtp_detach_heads": True}, since="0.19"),
-    "mtp keyword": Family("tiny-qwen3", {"mtp_num_layers": 1}, around="mtp keyword"),
-    "mtp 3 keyword": Family(spec={"mtp_num_layers": 3, "tie_embeddings": True},
+    # slime and miles change releases before 0.19.
+    "mtp keyword": Family("tiny-qwen3", {"mtp_num_layers": 1}, until="0.19", around="mtp keyword"),
+    "mtp 3 keyword": Family(spec={"mtp_num_layers": 3, "tie_embeddings": True}, until="0.19",
                             around="mtp keyword"),
-    "mtp 2 keyword experts": Family("tiny-moe", {"mtp_num_layers": 2}, _Z, around="mtp keyword"),
+    "mtp 2 keyword experts": Family("tiny-moe", {"mtp_num_layers": 2}, _Z, until="0.19",
+                                    around="mtp keyword"),
+    "mtp unused": Family("tiny-qwen3", {"mtp_num_layers": 1}, until="0.19",
+                         around="mtp keyword unused"),
+    "mtp unused experts": Family("tiny-moe", {"mtp_num_layers": 1}, _Z, until="0.19",
+                                 around="mtp keyword unused"),
     "mtp 2": Family("tiny-qwen3", {"mtp_num_layers": 2}),
     "mtp 5": Family(spec={"mtp_num_layers": 5}),
     "mtp 3 mla": Family("tiny-deepseek", {**_LATENTS, "mtp_num_layers": 3}),

@@ -166,4 +166,7 @@ def check(layout: str, rows: Sequence[Row]) -> None:
 
 def is_possible(row: Row) -> bool:
     """Whether this release of megatron-core has the row's family."""
-    return Version(megatron.core.__version__) >= Version(FAMILIES[row.values["model"]].since)
+    family, release = FAMILIES[row.values["model"]], Version(megatron.core.__version__)
+    return release >= Version(family.since) and not (
+        family.until and release >= Version(family.until)
+    )

@@ -4,7 +4,7 @@ Megatron-Core is installed.
     python -m tests.rows mtp                                # families whose names begin so
     PYTHONPATH=FOLDER:$PWD python -m tests.rows mtp gdn     # another release, in a folder
 
-Prints what is not as rows say, and how many rows ran, how many need a later release, and in how
+Prints what is not as rows say, and how many rows ran, how many need another release, and in how
 many lines the stock schedule itself fails there. The exit code is 1 if anything else is wrong.
 """
 
@@ -47,7 +47,7 @@ def main(families: tuple[str, ...]) -> int:
         failed += len(lines) - sum("invalid instead of" not in line for line in lines)
         print(f"{layout}: {len(possible)} rows", *lines, sep="\n  ", flush=True)
     release = megatron.core.__version__.partition("+")[0]
-    print(f"{release}: {num} rows, {len(wrong)} lines of complaint; {later} need a later release;"
+    print(f"{release}: {num} rows, {len(wrong)} lines of complaint; {later} need another release;"
           f" the stock schedule fails in {failed}")  # fmt: skip
     return bool(wrong)
 

@@ -170,6 +170,8 @@ MTP = [
     row("mtp 3 keyword", "small", **KEYWORD | WEIGHED),
     row("mtp 3 keyword", "recompute chunks", **KEYWORD | WEIGHED, recompute="full"),
     row("mtp 2 keyword experts", "all on the host", **KEYWORD | WEIGHED),
+    *(row("mtp unused", "small", labels=kind) for kind in ("given", "absent")),
+    row("own delta mtp", "small", **KEYWORD),
     # Of releases that can.
     *(
         row("mtp without labels", "whole", labels="absent", loss_mask=kind)
@@ -228,6 +230,7 @@ NOT_SHARED = [
         )
         for name in ("expert_bias", "aux_loss")
     ),
+    replace(row("mtp unused experts"), expects="refused", says=table.AHEAD_IDLE.name),
     replace(row("gqa", raises="data_ends"), expects="refused", says="data iterator ended after 7"),
     replace(row("gqa", session="mode_around_call"), expects="refused", says="model.train() or"),
     *(

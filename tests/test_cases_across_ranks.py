@@ -19,6 +19,7 @@ ACROSS: dict[str, list[Row]] = {
                 ("gqa", "across recompute"), ("gpt-oss", "across_ranks"),
                 ("mla", "across whole"), ("mtp", "across_ranks"), ("gdn", "across whole"),
                 ("mamba", "across_ranks"), ("dsa experts", "across_ranks"),
+                ("own delta attribute", "across_ranks"),
             )
         ),
         *(

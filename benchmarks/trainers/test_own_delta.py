@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule, l2norm
+from megatron_prefix.features.recurrent.definition import l2norm
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.rollouts import dense_vocabulary
 from megatron_prefix.lab.models.build import build_model, unwrap
@@ -47,12 +47,25 @@ MODULES = {
     for model, kind in (("qwen3_next", "qwen3_next"), ("qwen3_5", "qwen3_5_text"))
 }
 LAYOUTS = {"1": Layout(), "TP2+SP": Layout(tp=2, sequence_parallel=True), "PP2": Layout(pp=2)}
+WITH_CP = {
+    "CP2": Layout(cp=2), "CP2+TP2+SP": Layout(cp=2, tp=2, sequence_parallel=True),
+    "CP2+PP2": Layout(cp=2, pp=2),
+}  # fmt: skip
+RAN = [
+    *((name, layout) for name in MODULES for layout in LAYOUTS),
+    *((name, layout) for name in MODULES for layout in WITH_CP if name.startswith("miles")),
+]
+"""slime's context parallelism is refused; see the last test."""
 
 
 def _kernels() -> None:
     """Stand-ins for flash-linear-attention; the rank is a process of its own."""
     kernels = types.ModuleType("fla.ops.gated_delta_rule")
-    kernels.chunk_gated_delta_rule = chunk_gated_delta_rule  # type: ignore[attr-defined]
+    kernels.chunk_gated_delta_rule = own_delta.chunk_gated_delta_rule  # type: ignore[attr-defined]
+    ranks = types.ModuleType("fla.ops.cp")
+    ranks.build_cp_context = (  # type: ignore[attr-defined]
+        lambda cu_seqlens, group, conv1d_kernel_size: own_delta.Parts(group, cu_seqlens)
+    )
     modules = types.ModuleType("fla.modules")
     vars(modules).update(
         ShortConvolution=own_delta.ShortConvolution,
@@ -62,7 +75,7 @@ def _kernels() -> None:
     vars(convolution).update(causal_conv1d=causal_conv1d)
     vars(norm).update(l2norm=l2norm)
     packages = types.ModuleType("fla"), types.ModuleType("fla.ops")
-    for one in (*packages, modules, kernels, convolution, norm):
+    for one in (*packages, modules, kernels, ranks, convolution, norm):
         sys.modules[one.__name__] = one
 
 
@@ -88,6 +101,8 @@ def _aligned(folder: str, name: str, layout: Layout, checkpoint: str) -> tuple[s
     parallel = layout.sequence_parallel
     with own_delta.own_layers(TYPES, "global", parallel, attention, **given):
         chunks = build_model(spec, layout=layout, dtype="float64")
+    if layout.cp > 1:
+        _pass_states(chunks)
     layers = unwrap(chunks[0]).decoder.layers
     for layer in layers:
         keep_float64(layer)
@@ -101,6 +116,16 @@ def _aligned(folder: str, name: str, layout: Layout, checkpoint: str) -> tuple[s
     return type(layers[0].self_attention.linear_attn).__name__, list(everyone.failures)
 
 
+def _pass_states(chunks: Sequence[Any]) -> None:
+    """As miles' actor does when its models are there."""
+    from megatron.core import parallel_state
+    from miles_plugins.models.cp_utils import detect_and_setup_hybrid_cp
+
+    group = parallel_state.get_context_parallel_group()
+    for chunk in chunks:
+        assert detect_and_setup_hybrid_cp(chunk, group, group.rank(), group.size())
+
+
 def _write_config(folder: Path, kind: str, types: Sequence[str]) -> None:
     """As Hugging Face stores one, of a model with layers of these types."""
     config = {
@@ -111,8 +136,7 @@ def _write_config(folder: Path, kind: str, types: Sequence[str]) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "layout"), RAN)
 def test_real_modules(name: str, layout: str, tmp_path: Path) -> None:
     folder = os.environ.get("TRAINER_SOURCES", "")
     trainer, _, kind = MODULES[name]
@@ -121,8 +145,8 @@ def test_real_modules(name: str, layout: str, tmp_path: Path) -> None:
     if not (Path(folder) / trainer).is_dir():
         pytest.skip(f"no checkout of {trainer} in the folder that TRAINER_SOURCES names")
     _write_config(tmp_path, kind, TYPES)
-    size = LAYOUTS[layout].world_size
-    for ran, failures in run_ranks(size, _aligned, folder, name, LAYOUTS[layout], str(tmp_path)):
+    ranks = {**LAYOUTS, **WITH_CP}[layout]
+    for ran, failures in run_ranks(ranks.world_size, _aligned, folder, name, ranks, str(tmp_path)):
         assert "GatedDeltaNet" in ran and failures == []
 
 

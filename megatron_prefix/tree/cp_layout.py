@@ -60,10 +60,8 @@ def rank_positions(length: int, rank: int, size: int) -> Index:
 def held_positions(lengths: Sequence[int], rank: int, size: int) -> Index:
     """Positions that a rank holds of a segment with spans of these lengths, each cut by itself."""
     starts = np.cumsum([0, *lengths])[:-1]
-    by_span = [
-        rank_positions(n, rank, size) + start for n, start in zip(lengths, starts, strict=True)
-    ]
-    return np.concatenate(by_span) if by_span else np.zeros(0, np.int64)
+    held = [rank_positions(n, rank, size) + at for n, at in zip(lengths, starts, strict=True)]
+    return np.concatenate(held) if held else np.zeros(0, np.int64)
 
 
 def view_positions(lengths: Sequence[int], size: int) -> Index:

@@ -1,7 +1,8 @@
 """Stand-ins for the GatedDeltaNet that slime and miles put into Megatron's layers.
 
 Written for these tests; who calls whom, and with what, is as in slime_plugins/models of slime at
-624b824a8 and miles_plugins/models of miles at 31f1ca961. In plain torch, in any dtype.
+624b824a8 and miles_plugins/models of miles at 31f1ca961. In plain torch, in any dtype. Context
+parallelism is as in miles: kernels get contiguous parts of a pack; here they gather all of it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import copy
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -27,18 +28,62 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule
+from megatron_prefix.features.recurrent import definition
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
+from megatron_prefix.tree import cp_layout
 from tests.harness.steps import Contract
 
 SIZES = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
     "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 LINEAR, FULL = "linear_attention", "full_attention"
+
+
+class Parts(NamedTuple):
+    """As flash-linear-attention's context: each rank has a contiguous part of all sequences."""
+
+    group: Any
+    cu_seqlens: Tensor
+
+    def whole(self, x: Tensor) -> Tensor:
+        """[1, all positions, ...]; gradients are summed."""
+        return gather_from_sequence_parallel_region(x[0], group=self.group)[None]
+
+    def own(self, x: Tensor) -> Tensor:
+        """The reverse, without a sum."""
+        return x.chunk(self.group.size(), 1)[self.group.rank()]
+
+
+def build_gdn_cp_context(module: Any, cu_seqlens: Tensor, device: Any) -> Parts | None:
+    """As miles'."""
+    group = getattr(module, "cp_group", None)
+    return None if group is None else Parts(group, cu_seqlens)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cp_context: Parts | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """As flash-linear-attention's."""
+    if cp_context is None:
+        return definition.chunk_gated_delta_rule(q, k, v, g, beta, **options)
+    inputs = map(cp_context.whole, (q, k, v, g, beta))
+    return cp_context.own(definition.chunk_gated_delta_rule(*inputs, **options)[0]), None
+
+
+def _zigzag_to_packed_shard(x: Tensor, cu_seqlens: Tensor, group: Any, rank: int, size: int) -> Any:
+    order = cp_layout.view_order(cu_seqlens.diff().tolist(), size)
+    whole = gather_from_sequence_parallel_region(x, group=group)[torch.from_numpy(order)]
+    return whole.chunk(size)[rank]
+
+
+def _packed_shard_to_zigzag(x: Tensor, cu_seqlens: Tensor, group: Any, rank: int, size: int) -> Any:
+    held = cp_layout.held_positions(cu_seqlens.diff().tolist(), rank, size)
+    return gather_from_sequence_parallel_region(x, group=group)[torch.from_numpy(held)]
 
 
 class ShortConvolution(nn.Conv1d):
@@ -47,9 +92,13 @@ class ShortConvolution(nn.Conv1d):
     def __init__(self, hidden_size: int, kernel_size: int, bias: bool = False) -> None:
         super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, **_: Any) -> Any:
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, cp_context: Parts | None = None
+    ) -> Any:
+        whole = x if cp_context is None else cp_context.whole(x)
         weight = self.weight.squeeze(1)
-        return causal_conv1d(x, weight, self.bias, activation="silu", cu_seqlens=cu_seqlens)
+        y, _ = causal_conv1d(whole, weight, self.bias, activation="silu", cu_seqlens=cu_seqlens)
+        return y if cp_context is None else cp_context.own(y), None
 
 
 class FusedRMSNormGated(nn.Module):
@@ -90,10 +139,16 @@ class OwnNet(nn.Module):
         self.chunk_gated_delta_rule = chunk_gated_delta_rule
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        mixed, _ = self.conv1d(x=self.in_proj_qkv(hidden_states), cu_seqlens=cu_seqlens)
+        context = build_gdn_cp_context(self, cu_seqlens, hidden_states.device)
+        mixed, _ = self.conv1d(
+            x=self.in_proj_qkv(hidden_states), cu_seqlens=cu_seqlens, cp_context=context
+        )
+        options = {"initial_state": None, "output_final_state": False}
+        if context is not None:
+            options = {"cp_context": context}
         out, _ = self.chunk_gated_delta_rule(
-            *self.heads(mixed), **self.gates(hidden_states), initial_state=None,
-            output_final_state=False, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens,
+            *self.heads(mixed), **self.gates(hidden_states), **options,
+            use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         return self.close(out, hidden_states)
 
@@ -147,6 +202,8 @@ class OlderNet(OwnNet):
 class HuggingfaceAttention(MegatronModule):
     """The part that slime's and miles' Hugging Face modules have in common."""
 
+    hybrid_cp = False
+
     def __init__(self, args, config, layer_number, cp_comm_type="p2p", pg_collection=None):
         super().__init__(config=config)
         self.args, self.layer_number, self.hf_config = args, layer_number, args.hf_config
@@ -157,9 +214,15 @@ class HuggingfaceAttention(MegatronModule):
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=group
             )
-        assert hidden_states.shape[0] == packed_seq_params.cu_seqlens_q[-1]
+        parts = parallel_state.get_context_parallel_group()
+        given = packed_seq_params.cu_seqlens_q, parts, parts.rank(), parts.size()
+        assert hidden_states.shape[0] * parts.size() == packed_seq_params.cu_seqlens_q[-1]
+        if self.hybrid_cp:
+            hidden_states = _zigzag_to_packed_shard(hidden_states, *given)
         output = self.hf_forward(hidden_states.permute(1, 0, 2), packed_seq_params)
         output = output.permute(1, 0, 2)
+        if self.hybrid_cp:
+            output = _packed_shard_to_zigzag(output, *given)
         if self.args.sequence_parallel:
             output = scatter_to_sequence_parallel_region(output, group=group)
         return output, None
@@ -202,10 +265,21 @@ def own_layers(types, net="attribute", sequence_parallel=False, attention=Attent
                 own = ModuleSpec(module=attention, params={"args": args})
                 layer.submodules.self_attention = own
                 layer.submodules.input_layernorm = IdentityOp
-        return stock(config, block, vp_stage=vp_stage, **options)
+        model = stock(config, block, vp_stage=vp_stage, **options)
+        if config.context_parallel_size > 1:
+            _pass_states(model)
+        return model
 
     with mock.patch.object(gpt_model, "GPTModel", with_own):
         yield
+
+
+def _pass_states(model: Any) -> None:
+    """As miles does before its first step."""
+    for module in model.modules():
+        if isinstance(module, HuggingfaceAttention):
+            module.hybrid_cp = True
+            module.linear_attn.cp_group = parallel_state.get_context_parallel_group()
 
 
 def own_model(types: Sequence[str] = (LINEAR, FULL), net: str = "attribute", **options: Any) -> Any:

@@ -182,6 +182,12 @@ def _own_delta(case: Case, net: str, types: Sequence[str] = (LINEAR, FULL)) -> A
     return own_layers(types, net, LAYOUTS[case.layout].sequence_parallel)
 
 
+@contextlib.contextmanager
+def _own_delta_further(case: Case) -> Iterator[None]:
+    with mtp_keyword.keyword(), _own_delta(case, "attribute"):
+        yield
+
+
 AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "": lambda case: contextlib.nullcontext(),
     "rotating": lambda case: sparse.rotating(),
@@ -193,13 +199,19 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "adapted last": lambda case: _adapted(layers=(1,)),
     "adapted first": lambda case: _adapted(layers=(0,)),
     "mtp keyword": lambda case: mtp_keyword.keyword(),
+    "mtp keyword unused": lambda case: mtp_keyword.keyword(),
     "own delta attribute": lambda case: _own_delta(case, "attribute"),
     "own delta global": lambda case: _own_delta(case, "global"),
     "own delta keywords": lambda case: _own_delta(case, "keywords"),
-    "own delta on stages": lambda case: _own_delta(case, "global", (LINEAR, LINEAR, LINEAR, FULL)),
+    "own delta on stages": lambda case: _own_delta(
+        case, "attribute", (LINEAR, LINEAR, LINEAR, FULL)
+    ),
+    "own delta mtp": lambda case: _own_delta_further(case),
     "own delta alone": lambda case: _own_delta(case, "attribute", (LINEAR, LINEAR)),
 }
 """See `Family.around`."""
+WITH_KEYWORD = {"mtp keyword", "own delta mtp"}
+"""Those whose calls with gradients have slime's and miles' keyword."""
 
 
 class Pair(NamedTuple):
@@ -536,10 +548,12 @@ def scale_of_list_item(loss: Tensor) -> Tensor:
 
 
 def set_scales(config: Any, function: Any) -> None:
-    """Gives Megatron the functions by which it scales losses; two are of later releases."""
-    for name in ("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func"):
+    """Gives Megatron the functions by which it scales losses; two are of later releases, and are
+    given none."""
+    config.grad_scale_func = function
+    for name in ("moe_grad_scale_func", "mtp_grad_scale_func"):
         if hasattr(config, name):
-            setattr(config, name, function)
+            setattr(config, name, lambda: function(torch.ones(1)))
 
 
 def set_microbatch(model: Any, case: Case, number: int) -> None:

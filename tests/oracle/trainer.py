@@ -207,19 +207,18 @@ class Trainer:
                 model.zero_grad_buffer()
             model.zero_grad(set_to_none=True)
         moe_utils.clear_aux_losses_tracker()
-        if "values" in MTPLossLoggingHelper.tracker:
-            MTPLossLoggingHelper.clean_loss_in_tracker()
+        for values in _further_logs().values():
+            values.zero_()
 
     def _look(self, call: Call, training: bool) -> None:
         if training:
             call.gradients = {
                 name: _gradient(parameter) for name, parameter in self.parts.parameters()
             }
-        logs = {**moe_utils.get_moe_layer_wise_logging_tracker()}
-        if "values" in MTPLossLoggingHelper.tracker:
-            logs["mtp"] = MTPLossLoggingHelper.tracker
-        for name, logged in logs.items():
-            call.auxiliary[name] = logged["values"].detach().clone()
+        experts = moe_utils.get_moe_layer_wise_logging_tracker().items()
+        logs = {name: logged["values"] for name, logged in experts} | _further_logs()
+        for name, values in logs.items():
+            call.auxiliary[name] = values.detach().clone()
             # Which rank counts a token is ours to choose; together they count what stock's do.
             dist.all_reduce(call.auxiliary[name], group=_counting(self.case))
         call.losses = list(self.losses)
@@ -413,7 +412,7 @@ class Trainer:
             named["padding_mask"] = get(item, "padding_mask")
         if context is not None:
             named["output_processor_context"] = context
-        if FAMILIES[case.model].around == "mtp keyword" and torch.is_grad_enabled():
+        if FAMILIES[case.model].around in models.WITH_KEYWORD and torch.is_grad_enabled():
             named["mtp_kwargs"] = {"mtp_labels": given}
         if case.arguments == "positional" and "labels" in named:
             return model(*head, None, named.pop("labels"), **named)
@@ -621,6 +620,12 @@ def _counting(case: Case) -> Any:
     if case.tree in ("on_all_ranks", "dealt"):
         return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return parallel_state.get_tensor_and_context_parallel_group()
+
+
+def _further_logs() -> dict[str, Tensor]:
+    """What Megatron logs of further labels: losses, and since 0.19 how many guesses are right."""
+    tracker = MTPLossLoggingHelper.tracker.items()
+    return {f"mtp {name}": values for name, values in tracker if name.endswith("values")}
 
 
 def _gradient(parameter: Any) -> Tensor:

@@ -68,14 +68,19 @@ def without_labels(model: Any = None, calls: Sequence[Any] = ()) -> WithoutLabel
     """
     process = _process()
     if model is not None and has_keyword(model):
-        is_given = any(further_tokens(call) is not None for call in calls)
-        return WithoutLabels.MAKES_THEM if is_given else WithoutLabels.NO_LOSS
+        return WithoutLabels.MAKES_THEM if are_run(model, calls) else WithoutLabels.NO_LOSS
     if model is not None and is_verls(in_place(model, "_postprocess")):
         return WithoutLabels.NO_LOSS
     if process is None:
         return WithoutLabels.FAILS
     makes = "input_ids" in inspect.signature(process).parameters
     return WithoutLabels.MAKES_THEM if makes else WithoutLabels.NO_LOSS
+
+
+def are_run(model: Any, calls: Sequence[Any]) -> bool:
+    """Whether calls of a model run its layers: with slime's and miles' keyword, if that is
+    given."""
+    return not has_keyword(model) or any(further_tokens(call) is not None for call in calls)
 
 
 def has_keyword(model: Any) -> bool:

@@ -29,6 +29,7 @@ from megatron_prefix.plan.actions import Action
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
     AHEAD_FACTOR,
+    AHEAD_IDLE,
     AHEAD_KEYWORD,
     AHEAD_LABELS,
     AHEAD_NOTHING,
@@ -68,7 +69,10 @@ class MultiToken(StepPart):
         without = methods.without_labels(model, calls) if last.labels is None else None
         if without is methods.WithoutLabels.FAILS:
             raise refused(AHEAD_LABELS)
-        self._has_loss = without is not methods.WithoutLabels.NO_LOSS
+        are_run = methods.are_run(model, calls)
+        if self.rank.predicts_further and self.rank.model.has_experts and not are_run:
+            raise refused(AHEAD_IDLE)
+        self._has_loss = are_run and without is not methods.WithoutLabels.NO_LOSS
         masks = [call["loss_mask"] for call in calls]
         self._is_fp32 = any(mask is None or mask.dtype != torch.float64 for mask in masks)
         _check_keyword(model, calls)

@@ -21,6 +21,7 @@ from megatron_prefix.refusals.table import (
     OTHER_MIXER,
     OWN_DELTA_CP,
     OWN_DELTA_CUT,
+    OWN_DELTA_HEADS,
     OWN_DELTA_MIXES,
     OWN_DELTA_STAGES,
 )
@@ -59,8 +60,9 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         return LayerWork(super().work(config).products * config.tensor_model_parallel_size)
 
     def payload(self, config: Any, sharding: Sharding) -> Payload:
-        """See Kind: every rank has all heads."""
-        return super().payload(config, sharding._replace(tp=1, cp=1))
+        """See Kind: every tensor-parallel rank has all heads, or context-parallel ranks each have
+        a part."""
+        return super().payload(config, sharding._replace(tp=1))
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""
@@ -78,9 +80,13 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         from megatron_prefix.features.recurrent import probe
 
         inside, config = module.linear_attn, model.config
-        if config.context_parallel_size > 1:  # miles' is right, if flash-linear-attention has it
-            is_right = getattr(module, "hybrid_cp", False)
-            yield (OWN_DELTA_CP if is_right else OWN_DELTA_CUT).given()
+        ranks = config.context_parallel_size
+        if ranks > 1 and not getattr(module, "hybrid_cp", False):
+            yield OWN_DELTA_CUT.given()
+        elif ranks > 1 and not _passes_states(module):
+            yield OWN_DELTA_CP.given()
+        elif inside.num_k_heads % ranks or inside.num_v_heads % ranks:
+            yield OWN_DELTA_HEADS.given(inside.num_k_heads, inside.num_v_heads, ranks)
         layers = _own_layers(module.hf_config)
         if module.layer_number - 1 not in layers:
             yield OTHER_MIXER.given(number, type(inside).__name__)
@@ -89,7 +95,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         ):
             yield OWN_DELTA_STAGES.given()
         device = next(inside.parameters()).device.type
-        sizes = inside.head_k_dim, inside.head_v_dim, inside.num_v_heads
+        sizes = inside.head_k_dim, inside.head_v_dim, max(inside.num_v_heads // ranks, 1)
         if why := probe.tried(own_layer.rule_of(inside), device, *sizes):
             yield DELTA_KERNEL.given(why)
         elif own_layer.mixes_elsewhere(inside):
@@ -120,6 +126,21 @@ def _own_attention(layer: Any) -> Any | None:
         and type(getattr(inside, "conv1d", None)).__name__ == "ShortConvolution"
     )
     return module if is_own else None
+
+
+def _passes_states(module: Any) -> bool:
+    """Whether context-parallel ranks pass states as miles has it: by flash-linear-attention, on
+    other positions than attention has."""
+    from megatron_prefix.features.own_gdn.layer import CONTEXT, MOVES
+
+    inside = module.linear_attn
+    group, num_ranks = getattr(inside, "cp_group", None), module.config.context_parallel_size
+    return (
+        CONTEXT in _names(type(inside), "forward")
+        and {*MOVES} <= _names(type(module), "forward")
+        and group is not None
+        and group.size() == num_ranks
+    )
 
 
 def _names(kind: type, method: str) -> frozenset[str]:

@@ -1,7 +1,8 @@
 """A trainer's own GatedDeltaNet in a segment (kind.py): three methods of instances.
 
 The outer module is given the segment's spans as a pack. Inside, the convolution is a module, and
-the rule a global name or an attribute.
+the rule a global name or an attribute. Context-parallel ranks divide heads among them in both
+(heads.py), and positions elsewhere.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device import tolerance
-from megatron_prefix.features.recurrent.delta import DeltaSpans, parameters_of
+from megatron_prefix.features.own_gdn.heads import HeadParts, of_channels
+from megatron_prefix.features.recurrent.delta import NUM_INPUTS, DeltaSpans, parameters_of
+from megatron_prefix.features.recurrent.states import segment_of
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.layers.rebound import rebound
 
 _RULE = "chunk_gated_delta_rule"
+MOVES = ("_zigzag_to_packed_shard", "_packed_shard_to_zigzag")
+"""Functions of miles that give context-parallel ranks other positions, and these back."""
+CONTEXT = "build_gdn_cp_context"
+"""miles' function, which returns what context-parallel ranks pass states by; None: they do not."""
 
 
 class OwnDeltaLayer(DeltaSpans):
@@ -34,7 +41,8 @@ class OwnDeltaLayer(DeltaSpans):
         self._module, self._inside = module, inside
         self._stock, self._stock_inside = module.forward, inside.forward
         self._stock_convolution = inside.conv1d.forward
-        self._within = rebound(inside.forward, **{_RULE: self._rule})
+        self._on_own_positions = rebound(module.forward, **dict.fromkeys(MOVES, _stays))
+        self._within = _alone(inside, self._rule)
 
     def overrides(self) -> list[Override]:
         """Methods of instances, and what takes their place."""
@@ -49,9 +57,11 @@ class OwnDeltaLayer(DeltaSpans):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self._running.current
-        if context is not None:
-            kwargs = {**kwargs, "packed_seq_params": self._packing(context)}
-        return self._stock(*args, **kwargs)
+        if context is None:
+            return self._stock(*args, **kwargs)
+        return self._on_own_positions(
+            *args, **{**kwargs, "packed_seq_params": self._packing(context)}
+        )
 
     def _forward_inside(self, *args: Any, **kwargs: Any) -> Any:
         if self._running.current is None:
@@ -63,7 +73,45 @@ class OwnDeltaLayer(DeltaSpans):
         if self._running.current is None:
             return self._stock_convolution(x, *args, **kwargs)
         before = self._inside.conv1d.weight.shape[-1] - 1
-        return self._convolve(x, before, lambda part: self._stock_convolution(part)[0]), None
+        parts, convolution = self._parts(), self._stock_convolution
+        if parts is None:
+            return self._convolve(x, before, lambda part: convolution(part)[0]), None
+        convolution = of_channels(self._inside.conv1d, self._inside.cp_group).forward
+        y = self._convolve(parts.divided(x), before, lambda part: convolution(part)[0])
+        return parts.joined(y), None
+
+    def _rule(self, *args: Any, **options: Any) -> Any:
+        """See DeltaSpans."""
+        parts = self._parts()
+        if parts is None:
+            return super()._rule(*args, **options)
+        options |= zip(self._names, args, strict=False)
+        inputs = [options.pop(name) for name in self._names[:NUM_INPUTS]]
+        out, _ = super()._rule(*parts.all_divided(inputs), **options)
+        return parts.joined(out), None
+
+    def _parts(self) -> HeadParts | None:
+        """What context-parallel ranks exchange heads by; made in the first layer of a segment, for
+        all of them. None on a single rank."""
+        group = getattr(self._inside, "cp_group", None)
+        if group is None or group.size() == 1 or self._running.current is None:
+            return None
+        context = segment_of(self._running)
+        parts: HeadParts | None = context.between.get(("heads", None))
+        if parts is None:
+            lengths = context.cache.map.lengths[context.index]
+            parts = HeadParts(group, lengths, context.positions.device)
+            context.between["heads", None] = parts
+        return parts
+
+
+def _stays(x: Tensor, *_: Any) -> Tensor:
+    return x
+
+
+def _alone(inside: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a `linear_attn` with another rule, which passes no states between ranks."""
+    return rebound(inside.forward, **{_RULE: rule, CONTEXT: lambda *_: None})
 
 
 def rule_of(inside: Any) -> Callable[..., Any]:
@@ -95,7 +143,7 @@ def mixes_elsewhere(inside: Any) -> bool:
         )
         return result
 
-    forward = rebound(inside.forward, **{_RULE: apart})
+    forward = _alone(inside, apart)
     own = vars(inside).get(_RULE)
     convolution.forward = lambda x, **_: (x, None)
     if own is not None:

@@ -31,9 +31,39 @@ def _context_parallel(model, patch):
     patch.setattr(model.config, "context_parallel_size", 2)
 
 
-def _context_parallel_by_fla(model, patch):
-    _context_parallel(model, patch)
+def _passes_states(model, patch, size=2):
+    """As miles' has it, on this one rank."""
+    patch.setattr(model.config, "context_parallel_size", size)
     model.decoder.layers[0].self_attention.hybrid_cp = True
+    _inside(model).cp_group = SimpleNamespace(size=lambda: size, rank=lambda: 0)
+
+
+def _without_group(model, patch):
+    _passes_states(model, patch)
+    _inside(model).cp_group = None
+
+
+def _another_group(model, patch):
+    _passes_states(model, patch)
+    _inside(model).cp_group = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
+
+
+def _kernels_take_no_context(model, patch):
+    _passes_states(model, patch)
+    _inside(model).__class__ = own_delta.OlderNet
+
+
+def _other_moves(model, patch):
+    _passes_states(model, patch)
+    patch.setattr(own_delta.HuggingfaceAttention, "forward", _kept_to_itself)
+
+
+def _kept_to_itself(self, hidden_states, attention_mask, packed_seq_params=None, **_):
+    return self.hf_forward(hidden_states, packed_seq_params), None
+
+
+def _more_ranks_than_heads(model, patch):
+    _passes_states(model, patch, size=8)
 
 
 def _another_around(model, patch):
@@ -89,7 +119,11 @@ def _stage_without(model, patch):
 
 REFUSED: dict[Callable[[Any, pytest.MonkeyPatch], None], str] = {
     _context_parallel: "slime's GatedDeltaNet with context parallelism, whose ranks drop",
-    _context_parallel_by_fla: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
+    _without_group: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
+    _another_group: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
+    _kernels_take_no_context: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
+    _other_moves: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
+    _more_ranks_than_heads: "of 4 and 8 heads on 8 context-parallel ranks: use a number",
     _another_around: "layer 0's mixer Attention: use Megatron's own",
     _reads_more: "layer 0's mixer Attention: use Megatron's own",
     _another_convolution: "layer 0's mixer Attention: use Megatron's own",
