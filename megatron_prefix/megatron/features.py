@@ -70,9 +70,7 @@ def check_version(version: str | None = None) -> None:
 
 def refusals(config: Any) -> list[Reason]:
     """What is refused of the options of a TransformerConfig."""
-    return [
-        option.given() for option in OPTIONS if option.is_on is not None and option.is_on(config)
-    ]
+    return [option.given() for option in OPTIONS if option.is_on and option.is_on(config)]
 
 
 def other_steps(config: Any) -> Reason | None:

@@ -121,6 +121,7 @@ VISION_OVER_CP = _option("vision_dp_when_cp", NOT_YET, "turn it off: gradients o
 HYBRID_CP = _option("hybrid_context_parallel", NOT_YET, "turn it off: it has a training loop of its own")
 ACTIVATION_OFFLOADING = _option("fine_grained_activation_offloading", NOT_YET, "turn it off: it asserts the stock order of backward passes")
 CPU_OFFLOADING = _option("cpu_offloading", NOT_YET, "turn it off: it assumes the stock order of backward passes")
+BATCH_INVARIANT = _option("batch_invariant_mode", WRONG, "leave it out (miles: --true-on-policy, too): with segments a token's log-prob is that of its whole rollout to rounding, not bit for bit")
 CUDA_GRAPH = _option("enable_cuda_graph", NOT_YET, f"turn it off, and set graph_tokens instead: {_LENGTHS}")
 CUDA_GRAPH_IMPL = _option("cuda_graph_impl", NOT_YET, f"set it to 'none', and set graph_tokens instead: {_LENGTHS}", partial(_other_than, usual="none"))
 FLASH_DECODE = _option("flash_decode", WRONG, "turn it off: it is for generation and bypasses core attention")

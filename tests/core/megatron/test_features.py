@@ -28,6 +28,7 @@ from tests.harness.one_rank import one_rank, small_model
 VALUES = {
     "hidden_dropout": 0.1, "attention_dropout": 0.1, "fp8_dot_product_attention": True,
     "fp8_multi_head_attention": True, "moe_router_padding_for_quantization": True,
+    "batch_invariant_mode": True,
     "fp8_output_proj": True, "fp4": "e2m1", "quant_recipe": "a recipe",
     "mtp_use_repeated_layer": True, "mtp_hsm": True, "mtp_standalone": True,
     "mtp_isolated_loss": True,
