@@ -231,7 +231,7 @@ class HuggingfaceAttention(MegatronModule):
 class Attention(HuggingfaceAttention):
     """The self-attention of a layer."""
 
-    def __init__(self, args: Any, config: Any, layer_number: int, **options: Any) -> None:
+    def __init__(self, args, config, layer_number, name=None, **options):
         super().__init__(args, config, layer_number, **options)
         self.linear_attn = args.net(self.hf_config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=1e-6)
