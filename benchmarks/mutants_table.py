@@ -241,8 +241,8 @@ _GRAPHS = (
     _graphs(
         "one-set-of-two-segments",
         "features/graphs/layers.py",
-        "            self._free.remove(chosen)\n",
-        "            pass\n",
+        "        self._free.remove(chosen)\n",
+        "",
     ),
     _graphs(
         "form-without-its-policy",
@@ -268,8 +268,8 @@ _GRAPHS = (
     _graphs(
         "uncounted-sets-stay",
         "features/graphs/layers.py",
-        "            self._free = [*passes, *kept[: needs.kept]]",
-        "            self._free = [*passes, *kept]",
+        "            self._free = [*self._counted(needs)]",
+        "            pass",
         _G_MEMORY,
     ),
     _graphs(
@@ -281,8 +281,8 @@ _GRAPHS = (
     _graphs(
         "longer-than-its-set",
         "features/graphs/layers.py",
-        "        fits = [graphs for graphs in alike if form.positions <= graphs.most]",
-        "        fits = alike",
+        "        fits = [g for g in self._free if (g.passes, g.most) == (passes, place)]",
+        "        fits = [g for g in self._free if g.passes == passes]",
     ),
     _graphs(
         "streams-do-not-meet",
@@ -321,9 +321,9 @@ _GRAPHS = (
     ),
     _graphs(
         "sets-of-the-next-size",
-        "features/graphs/choice.py",
-        "(most // max(1, positions)).bit_length() - 1)",
-        "(most // max(1, positions)).bit_length())",
+        "plan/memory.py",
+        "(longest // max(1, positions)).bit_length() - 1)",
+        "(longest // max(1, positions)).bit_length())",
         _CHOICE,
     ),
     _graphs(

@@ -93,8 +93,7 @@ def rows(
         held = of_graphs(run._chunks)
         highest = torch.cuda.max_memory_allocated() / GIB + held["graphs"]
         reserved = torch.cuda.max_memory_reserved() / GIB
-        row: dict[str, Any] = dict(gib=min(highest, reserved), ms=milliseconds, **held)
-        row["reserved"] = reserved
+        row = dict(gib=min(highest, reserved), ms=milliseconds, reserved=reserved, **held)
         row["allocations"] = torch.cuda.memory_stats().get("num_device_alloc", 0) - allocations
         if isinstance(schedule, PrefixSchedule):
             report: Any = schedule.report
