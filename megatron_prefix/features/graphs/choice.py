@@ -7,7 +7,6 @@ device was seen to wait for the host, and stay only if steps then take less time
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,8 +21,8 @@ ends when the host does."""
 LEAST = 0.1
 """Such actions' part of all actions' time from which on graphs are tried."""
 PAYS = 0.97
-"""Of a step's time without graphs, what one with them may take at most to keep them, for as many
-FLOPs, padding included."""
+"""Of the least time of a step without graphs, what one with them may take at most to keep them, for
+as many FLOPs, padding included."""
 MOST_LATE = 4
 """Steps in a row that capture graphs, and take too long, before the next one decides."""
 LAUNCHES = 0.1
@@ -131,7 +130,7 @@ class GraphChoice:
         if not self.is_open:
             return self
         if self.tokens:
-            pays = ratio <= PAYS * statistics.median(self.without)
+            pays = ratio <= PAYS * min(self.without)
             if captured and not pays and self.late < MOST_LATE:
                 return replace(self, late=self.late + 1)
             return replace(self, is_open=False, tokens=self.tokens if pays else 0)

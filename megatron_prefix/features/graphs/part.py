@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _CHOICE, _RAN, _ARENAS, _CAPTURED = "choice", "ran", "arenas", "captured"
 _HELD, _TIMED, _RESERVED, _LENT = "held", "timed", "reserved", "lent"
+ROOM = 1.08
+"""Of what graphs hold, what is planned for: captures leave gaps in torch's memory."""
 COPIES = 3
 """Hidden states a position that a segment keeps in front of graphs and behind them."""
 TIMED = 3
@@ -101,11 +103,12 @@ class Graphs(StepPart):
         pool, inner = (size * footprint.parts for size in held.of_all(act))
         # Layers with graphs are those that inner segments run whole.
         spared = min([pool, *(max(0.0, of.inner - copies) for of in footprint.stages)])
-        inner += copies if inner else 0.0
+        inner = ROOM * inner + (copies if inner else 0.0)
         stages = tuple(of._replace(inner=max(of.inner, inner)) for of in footprint.stages)
         if not pool:
             pool = spared = max((of.wave for of in stages), default=0.0)
-        return replace(footprint, stages=stages, pool=pool, pool_length=self.even, spared=spared)
+        of_stages = replace(footprint, stages=stages, spared=spared)
+        return replace(of_stages, pool=ROOM * pool, pool_length=self.even)
 
     def times(self, times: CostModel) -> CostModel:
         """See StepPart. Where graphs are tried, segments are planned for them: shorter ones, of
@@ -175,6 +178,8 @@ class Graphs(StepPart):
         graphs: LayerGraphs | None = hooks.kept.get(Graphs)
         if graphs is not None and graphs.most == self.even:
             return graphs
+        if graphs is not None:
+            graphs.give_back()  # at once: sets and layers refer to one another
         hooks.keep(Graphs, None)
         if not self.even:
             return None

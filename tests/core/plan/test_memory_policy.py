@@ -73,6 +73,10 @@ def test_segments_that_take_turns_in_a_pool_keep_nothing():
     both = replace(waves, pool_length=512)
     assert peak(again, both) == 512 * (4 + 1)
     assert peak((), both) == peak((), waves)
+    # A place is as long as the longest one, a half of that, and so on: of inner segments, too.
+    longer = replace(waves, pool_length=300)
+    assert peak((), longer) == 300 * 4 + 512 * (2 + 1)
+    assert peak((), replace(waves, pool_length=600)) == 300 * 4 + 600 * 2 + 512
     # What graphs do not have of a wave is kept as before.
     part = replace(waves, pool=1.0, spared=1.0)
     assert peak((), part) == peak((), own)

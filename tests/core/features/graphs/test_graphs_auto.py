@@ -7,6 +7,7 @@ import pytest
 
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.graphs import choice, cuda, part
+from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.features.measure import cost_meter
 from megatron_prefix.run import parts_of_call
 from tests.core.features.graphs.test_graphs import shared_step
@@ -42,6 +43,16 @@ def test_tried_after_first_steps_and_kept_if_they_pay(pays, kept, monkeypatch, r
     # first step with graphs captures them, and the next one decides.
     assert lengths == [0] * 4 + [32] * 2 + [32 if kept else 0] * 5
     assert not any(replayed[:5]) and replayed[6] and replayed[10] == kept
+
+
+def test_seconds_of_captures_are_left_out(monkeypatch, recorded_graphs):
+    monkeypatch.setattr(choice, "PAYS", 1e-12)
+    capture = SegmentGraphs.capture
+    monkeypatch.setattr(SegmentGraphs, "capture", lambda *given: 1e9 + capture(*given))
+    model, schedule = small_model(), PrefixSchedule(CONFIG)
+    for seed in range(7):
+        replays(schedule, model, recorded_graphs, seed)
+    assert choice_of(schedule).tokens == 32 and not choice_of(schedule).is_open
 
 
 def test_first_steps_with_graphs_are_compared_as_well(monkeypatch, recorded_graphs):
