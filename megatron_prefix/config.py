@@ -102,8 +102,8 @@ class PrefixConfig:
         graph_tokens: run the layers of segments of up to this many positions as CUDA graphs, except
             recurrences, experts and some attention. Segments are padded to multiples of a 32nd of
             it, and what they keep stays allocated between steps. 0: no graphs. "auto": the longest
-            length at which the device waits for the host, if steps get faster and fit the memory
-            limit, and unless a trainer returns memory to the device between steps.
+            length at which the device waits for the host, if the first steps get faster and fit the
+            memory limit, and unless a trainer returns memory to the device between steps.
         verify: run the first N shared steps of each kind (updates, passes without gradients), and
             the first N with CUDA graphs, with both schedules on the same microbatches, compare
             them, and return the stock schedule's results. A kind of step that differs by more than

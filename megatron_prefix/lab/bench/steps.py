@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.graphs.part import graphs_of
+from megatron_prefix.features.measure.cost_meter import TUNED
 from megatron_prefix.features.measure.stopwatch import TimedActions
 from megatron_prefix.lab.bench.timing import GIB, Measured, Timing, counted, timing, together
 from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
@@ -90,6 +91,14 @@ class _Run:
         parameter = next(chunks[0].parameters())
         self._device, self._on_gpu = parameter.device, parameter.is_cuda
 
+    @property
+    def _warm_up_calls(self) -> int:
+        """More where CUDA graphs may be tried: by then it is settled whether they stay."""
+        schedule, least = self._schedule, self._setting.warm_up_calls
+        if not (self._on_gpu and isinstance(schedule, PrefixSchedule)):
+            return least
+        return max(least, TUNED) if schedule.config.graph_tokens == "auto" else least
+
     def timed(
         self, warm_up: Sequence[Sequence[Any]], steps: Sequence[Sequence[Any]], repeats: int
     ) -> Measured:
@@ -97,7 +106,7 @@ class _Run:
         largest peak so far is this schedule's own: what ours measures of memory counts on that."""
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        for number in range(max(self._setting.warm_up_calls, len(warm_up))):
+        for number in range(max(self._warm_up_calls, len(warm_up))):
             self._call(warm_up[number % len(warm_up)])
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()

@@ -231,8 +231,8 @@ _TEXTS = {
     "graph_tokens": "run the layers of segments of up to N positions as CUDA graphs, except"
     " recurrences, experts and some attention: for narrow ranks and short segments, where the host"
     " sets the time. What such a segment keeps stays allocated. auto: the longest length at which"
-    " the device waits for the host, if steps get faster and fit the memory limit (default {}: no"
-    " graphs)",
+    " the device waits for the host, if the first steps get faster and fit the memory limit; 0: no"
+    " graphs (default {})",
     "cp_reduce": "with --cp, when K/V are gathered and gK/gV sent back. wave: for every wave;"
     " segment: once for each segment, which sends less, but every rank keeps all K/V; auto"
     " (default): segment if it fits",

@@ -94,7 +94,7 @@ def test_a_megatron_that_is_imported_later_gets_it():
     code = """
 import sys
 import megatron_prefix.auto.on_import
-from megatron_prefix import auto
+from megatron_prefix import PrefixSchedule, auto
 auto.init("arguments")
 assert not {"torch", "megatron"} & sys.modules.keys()
 from megatron_prefix.lab.platforms import cpu
