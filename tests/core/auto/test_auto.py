@@ -94,13 +94,14 @@ def test_a_megatron_that_is_imported_later_gets_it():
     code = """
 import sys
 import megatron_prefix.auto.on_import
-from megatron_prefix import PrefixSchedule, auto
+from megatron_prefix import auto
 auto.init("arguments")
 assert not {"torch", "megatron"} & sys.modules.keys()
 from megatron_prefix.lab.platforms import cpu
 cpu.enable()
 from megatron.core.pipeline_parallel import get_forward_backward_func as early, schedules
 assert early is schedules.get_forward_backward_func and early.stock is not early
+from megatron_prefix import PrefixSchedule
 from megatron_prefix.trainers.table import NEMO_RL
 made = early(1, None)
 assert isinstance(made, PrefixSchedule) and made.config.min_gain == 7, made

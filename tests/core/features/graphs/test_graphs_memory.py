@@ -304,6 +304,10 @@ def test_sets_that_a_plan_does_not_count_go_before_it_runs(recorded_graphs):
     ]:
         graphs.begin_step(needs=needed)
         assert Counter(g.most for g in graphs.sets) == Counter(there)
+    twins = [SimpleNamespace(most=24, passes=False, longest=lambda **_: 0) for _ in range(2)]
+    graphs._free = [*twins]
+    graphs.begin_step(needs=choice.Needs(0, kept=(24, 12)))
+    assert [*graphs.sets] == twins[:1]
 
 
 @pytest.mark.parametrize(("lighter", "stay"), [(0.0, False), (1.0, True)])
