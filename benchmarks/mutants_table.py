@@ -567,13 +567,14 @@ _VISION = (
 
 _OWN = "tests/core/alignment/test_own_delta.py\ntests/test_cases.py -k own"
 _OWN_RANKS = "tests/test_cases_on_ranks.py -k 'step and (tp2_sp or pp2 or dp2)'"
+_OWN_CP = "tests/test_cases_on_ranks.py -k 'step and cp2 and not cp2_ and not _cp2'"
 _own = _area("own-gdn", _OWN)
 _OWN_GDN = (
     _own(
         "spans-not-told",
         "features/own_gdn/layer.py",
-        'kwargs = {**kwargs, "packed_seq_params": self._packing(context)}',
-        "pass",
+        '{**kwargs, "packed_seq_params": self._packing(context)}',
+        "kwargs",
     ),
     _own(
         "convolution-sees-a-row-too-few",
@@ -590,7 +591,7 @@ _OWN_GDN = (
     _own(
         "rule-of-a-file-not-replaced",
         "features/own_gdn/layer.py",
-        "self._within = rebound(inside.forward, **{_RULE: self._rule})",
+        "self._within = _alone(inside, self._rule)",
         "self._within = inside.forward",
     ),
     _own(
@@ -657,9 +658,76 @@ _OWN_GDN = (
     _own(
         "context-parallelism-not-refused",
         "features/own_gdn/kind.py",
-        "if config.context_parallel_size > 1:",
-        "if config.context_parallel_size > 2:",
-        f"{_OWN}\n{_OWN_RANKS}",
+        'if ranks > 1 and not getattr(module, "hybrid_cp", False):',
+        'if ranks > 2 and not getattr(module, "hybrid_cp", False):',
+    ),
+    _own(
+        "context-parallelism-of-others",
+        "features/own_gdn/kind.py",
+        '        and {*MOVES} <= _names(type(module), "forward")\n',
+        "",
+    ),
+    _own(
+        "heads-that-do-not-divide",
+        "features/own_gdn/kind.py",
+        "elif inside.num_k_heads % ranks or inside.num_v_heads % ranks:",
+        "elif inside.num_v_heads % ranks:",
+    ),
+    _own(
+        "all-heads-on-context-parallel-ranks",
+        "features/own_gdn/kind.py",
+        "sharding._replace(tp=1)",
+        "sharding._replace(tp=1, cp=1)",
+        _OWN_CP,
+    ),
+    _own(
+        "positions-as-they-were-gathered",
+        "features/own_gdn/heads.py",
+        "flatten(0, 1).index_select(0, self._order)[None]",
+        "flatten(0, 1)[None]",
+        _OWN_CP,
+    ),
+    _own(
+        "heads-back-to-other-positions",
+        "features/own_gdn/heads.py",
+        "x[0].index_select(0, self._view)",
+        "x[0].index_select(0, self._order)",
+        _OWN_CP,
+    ),
+    _own(
+        "the-first-channels-everywhere",
+        "features/own_gdn/heads.py",
+        "weight.chunk(group.size())[group.rank()]",
+        "weight.chunk(group.size())[0]",
+        _OWN_CP,
+    ),
+    _own(
+        "channels-without-gradient",
+        "features/own_gdn/heads.py",
+        "weight.chunk(group.size())[group.rank()]",
+        "weight.detach().chunk(group.size())[group.rank()]",
+        _OWN_CP,
+    ),
+    _own(
+        "gradients-of-heads-stay",
+        "features/own_gdn/heads.py",
+        "with_backward(self._divide, self._join, x)",
+        "with_backward(self._divide, lambda g: g.view(x.shape), x)",
+        _OWN_CP,
+    ),
+    _own(
+        "states-between-ranks",
+        "features/own_gdn/layer.py",
+        "**{_RULE: rule, CONTEXT: lambda *_: None})",
+        "**{_RULE: rule})",
+        _OWN_CP,
+    ),
+    _own(
+        "positions-moved-twice",
+        "features/own_gdn/layer.py",
+        "rebound(module.forward, **dict.fromkeys(MOVES, _stays))",
+        "module.forward",
+        _OWN_CP,
     ),
     _own(
         "work-of-one-rank",
@@ -671,8 +739,8 @@ _OWN_GDN = (
     _own(
         "payload-of-a-part",
         "features/own_gdn/kind.py",
-        "sharding._replace(tp=1, cp=1)",
-        "sharding._replace(cp=1)",
+        "sharding._replace(tp=1)",
+        "sharding",
         _OWN_RANKS,
     ),
     _own(
@@ -1095,6 +1163,18 @@ _FEATURES = (
         "inputs[depth - 1, 1, : len(later)] = np.arange(len(later)) + span.start + depth",
         "inputs[depth - 1, 1, : len(later)] = np.arange(len(later)) + span.start",
         "tests/test_cases.py -k mtp",
+    ),
+    _feature(
+        "mtp-loss-that-no-call-asks-for", "features/mtp/part.py",
+        "self._has_loss = are_run and without is not",
+        "self._has_loss = without is not",
+        "tests/test_cases.py -k 'mtp and unused'",
+    ),
+    _feature(
+        "mtp-routers-count-what-they-never-see", "features/mtp/part.py",
+        "if self.rank.predicts_further and self.rank.model.has_experts and not are_run:",
+        "if self.rank.predicts_further and self.rank.model.has_experts and are_run is None:",
+        "tests/test_cases.py -k 'mtp and unused'",
     ),
     _feature(
         "overlap-starts-too-soon", "features/overlap/reductions.py",
