@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,10 +16,9 @@ import megatron.core
 import pytest
 from packaging.version import Version
 
-from megatron_prefix.lab import runtime
 from megatron_prefix.lab.plans.forest import max_depth, num_trees
 from tests.cases import FAMILIES, LAYOUTS, OPTIONS, Row
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import failures, outcomes
 from tests.harness.recorded import in_fp64, recording
 from tests.mistakes import MISTAKES
 from tests.oracle import judge
@@ -128,31 +126,21 @@ def facts(report: Any) -> frozenset[str]:
 
 def run_here(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Complaints by row, of a rank whose groups exist; a row that raises tells its own story."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        try:
-            found[str(row)] = complaints(row)
-        except Exception:  # noqa: BLE001  # the next row tells its own
-            found[str(row)] = [traceback.format_exc()]
-    return found
+    found = outcomes({str(row): row for row in rows}, lambda row: "\n".join(complaints(row)))
+    return {name: text.splitlines() for name, text in found.items()}
 
 
 def run_on_ranks(layout: str, rows: Sequence[Row], timeout_s: float = 600.0) -> list[str]:
     """Complaints of all ranks about rows of one layout, whose ranks start once."""
 
-    def on_rank() -> dict[str, list[str]]:
-        runtime.initialize(LAYOUTS[layout])
-        found = run_here(rows)
-        runtime.shutdown()
-        return found
+    def compare(row: Row, _: Any) -> str:
+        return "\n".join(complaints(row))
 
-    by_rank = run_ranks(LAYOUTS[layout].world_size, on_rank, timeout_s=timeout_s)
-    return [
-        f"{name}, rank {rank}: {line}"
-        for rank, found in enumerate(by_rank)
-        for name, lines in found.items()
-        for line in lines
-    ]
+    cases = {str(row): row for row in rows}
+    told = (
+        one.split("\n") for one in failures(LAYOUTS[layout], cases, compare, timeout_s=timeout_s)
+    )
+    return [f"{place} {line}" for place, *lines in told for line in lines]
 
 
 def check(layout: str, rows: Sequence[Row]) -> None:
@@ -160,8 +148,7 @@ def check(layout: str, rows: Sequence[Row]) -> None:
     rows = [
         replace(row, values={**row.values, "layout": layout}) for row in rows if is_possible(row)
     ]
-    failures = run_on_ranks(layout, rows)
-    assert not failures, "\n".join(failures)
+    assert (lines := run_on_ranks(layout, rows)) == [], "\n".join(lines)
 
 
 def is_possible(row: Row) -> bool:

@@ -33,27 +33,34 @@ def forked(target, *args, daemon=False):
     return process
 
 
-def run_cases(layout, cases, compare):
-    """A rank's part of a job: what went wrong in each case, "" for nothing."""
-    runtime.initialize(layout)
+def outcomes(cases, compare):
+    """What went wrong in each case on this rank, "" for nothing."""
     found = {}
     for name, case in cases.items():
         try:
-            found[name] = compare(case, layout) or ""
+            found[name] = compare(case) or ""
         except Exception:  # noqa: BLE001  # the case fails, and the next one tells its own story
             found[name] = traceback.format_exc()
-    runtime.shutdown()
     return found
 
 
-def check_cases(layout, cases, compare):
-    """Runs a job, and fails with all that went wrong in any case on any rank."""
-    failures = [
+def failures(layout, cases, compare, **options):
+    """Runs a job; all that went wrong in any case on any rank."""
+
+    def on_rank():
+        runtime.initialize(layout)
+        found = outcomes(cases, lambda case: compare(case, layout))
+        runtime.shutdown()
+        return found
+
+    return [
         f"{name}, rank {rank}:\n{text}"
-        for rank, found in enumerate(
-            run_ranks(layout.world_size, run_cases, layout, cases, compare)
-        )
-        for name, text in found.items()
-        if text
-    ]
-    assert not failures, "\n".join(failures)
+        for rank, found in enumerate(run_ranks(layout.world_size, on_rank, **options))
+        for name, text in found.items() if text
+    ]  # fmt: skip
+
+
+def check_cases(layout, cases, compare):
+    """Runs a job, and fails with all that went wrong."""
+    found = failures(layout, cases, compare)
+    assert not found, "\n".join(found)

@@ -6,7 +6,6 @@ are, so what those save can be measured on the CPU; what the kernels save is rea
 """
 
 import torch
-from torch import Tensor
 from torch.autograd import Function
 
 from megatron_prefix.features.recurrent.kind import CHUNK
@@ -20,7 +19,7 @@ def install(patch, model):
             _install_delta(patch, module)
         if type(module).__name__ == "MambaMixer":
             names = type(module)._ssm_training.__globals__
-            patch.setitem(names, "mamba_split_conv1d_scan_combined", _Scan.call)
+            patch.setitem(names, "mamba_split_conv1d_scan_combined", _scan)
     patch.setattr(linear_kernels.RMSNorm, "forward", lambda _, x: saving_input(x))
 
 
@@ -33,109 +32,75 @@ def _install_delta(patch, module):
                 if name in names:
                     patch.setitem(names, name, kernel)
     if hasattr(module, "gated_delta_rule"):  # since 0.18
-        patch.setattr(module, "gated_delta_rule", _Rule.call)
+        patch.setattr(module, "gated_delta_rule", _rule)
 
 
 def saving_input(x):
     """A norm that saves its input, as those of transformer-engine and mamba-ssm."""
-    return Norm.apply(x, False)
+    return _norm(x, saves_output=False)
 
 
 class _Saving(Function):
-    """Saves tensors; its gradients are zeros."""
+    """Gives tensors and saves others; its gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx, outputs, saved, *inputs):
+        ctx.like = [(x.shape, x.dtype) for x in inputs]
+        ctx.save_for_backward(*saved)
+        return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx, *_):
         ctx.saved_tensors  # noqa: B018  # as a kernel needs them
-        return tuple(
-            torch.zeros(shape, dtype=dtype) if needed else None
-            for needed, (shape, dtype) in zip(ctx.needs_input_grad, ctx.like, strict=True)
-        )
-
-    @staticmethod
-    def remember(ctx, given, *saved):
-        ctx.like = [(x.shape, x.dtype) if isinstance(x, Tensor) else (None, None) for x in given]
-        ctx.save_for_backward(*saved)
+        pairs = zip(ctx.needs_input_grad[2:], ctx.like, strict=True)
+        zeros = (torch.zeros(of[0], dtype=of[1]) if needed else None for needed, of in pairs)
+        return None, None, *zeros
 
 
-class _Convolution(_Saving):
+def _made(outputs, saved, *inputs):
+    return _Saving.apply(outputs, saved, *(x for x in inputs if x is not None))
+
+
+def _convolution(x, weight, **_):
     """`CausalConv1dFn` of causal-conv1d: its input."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        _Saving.remember(ctx, (x, weight), x, weight)
-        return torch.zeros_like(x)
-
-    @classmethod
-    def call(cls, x, weight, **_):
-        return cls.apply(x, weight)
+    return _made((torch.zeros_like(x),), (x, weight), x, weight)
 
 
-class Norm(_Saving):
-    """`L2NormFunction` of flash-linear-attention saves its output, `LayerNormFn` of
-    mamba-ssm its input; and both a number a head or group."""
-
-    @staticmethod
-    def forward(ctx, x, output):
-        out = torch.zeros_like(x)
-        scale = x.new_zeros(x.shape[:-1], dtype=torch.float32)
-        _Saving.remember(ctx, (x, output), out if output else x, scale)
-        return out
-
-    @classmethod
-    def call(cls, x):
-        return cls.apply(x, True)
+def _norm(x, saves_output=True):
+    """`L2NormFunction` of flash-linear-attention saves its output, `LayerNormFn` of mamba-ssm its
+    input; and both a number a head or group."""
+    out, scale = torch.zeros_like(x), x.new_zeros(x.shape[:-1], dtype=torch.float32)
+    return _made((out,), (out if saves_output else x, scale), x)
 
 
-class _Rule(_Saving):
-    """`ChunkGatedDeltaRuleFunction` of flash-linear-attention: its inputs, g summed up
-    within chunks in their place, and A."""
-
-    @staticmethod
-    def forward(
-        ctx, q, k, v, g, beta, state,
-        num,
-    ):  # fmt: skip
-        products = k.new_zeros(*k.shape[:3], CHUNK)
-        given = q, k, v, g, beta, state, num
-        _Saving.remember(ctx, given, q, k, v, torch.zeros_like(g), beta, products, state)
-        final = torch.zeros(num, k.shape[2], k.shape[3], v.shape[3])
-        return torch.zeros_like(v), final
-
-    @classmethod
-    def call(
-        cls, q, k, v, g, beta, initial_state,
-        cu_seqlens, **_,
-    ):  # fmt: skip
-        return cls.apply(q, k, v, g, beta, initial_state, len(cu_seqlens) - 1)
+def _rule(q, k, v, g, beta, initial_state, cu_seqlens, **_):
+    """`ChunkGatedDeltaRuleFunction` of flash-linear-attention: its inputs, g summed up within
+    chunks in their place, and A."""
+    final = torch.zeros(len(cu_seqlens) - 1, *k.shape[2:], v.shape[3])
+    products = k.new_zeros(*k.shape[:3], CHUNK)
+    saved = q, k, v, torch.zeros_like(g), beta, products, initial_state
+    return _made((torch.zeros_like(v), final), saved, q, k, v, g, beta, initial_state)
 
 
 _DELTA = {
-    "causal_conv1d_fn": _Convolution.call,
-    "causal_conv1d": lambda **given: (_Convolution.call(**given), None),
-    "l2norm": Norm.call,
-    "chunk_gated_delta_rule": _Rule.call,
+    "causal_conv1d_fn": _convolution,
+    "causal_conv1d": lambda **given: (_convolution(**given), None),
+    "l2norm": _norm,
+    "chunk_gated_delta_rule": _rule,
 }
 
 
-class _Scan(_Saving):
-    """`MambaSplitConv1dScanCombinedFn` of mamba-ssm: its input, the
-    states that rows begin with, and what the gate multiplies."""
-
-    @staticmethod
-    def forward(ctx, zxbcdt, heads, dim, width, state):
-        out = zxbcdt.new_zeros(*zxbcdt.shape[:2], len(heads) * dim)
-        given = zxbcdt, heads, dim, width, state
-        _Saving.remember(ctx, given, zxbcdt, heads, torch.zeros_like(out), state)
-        return out, torch.zeros(len(zxbcdt), len(heads), dim, width)
-
-    @classmethod
-    def call(
-        cls, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, *_,
-        D, ngroups, headdim = None, initial_states = None,  # noqa: N803
-        return_final_states = False, **__,
-    ):  # fmt: skip
-        dim = headdim or D.shape[1]
-        width = (len(conv1d_weight) - len(dt_bias) * dim) // 2 // ngroups
-        found = cls.apply(zxbcdt, dt_bias, dim, width, initial_states)
-        return found if return_final_states else found[0]
+def _scan(
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, *_,
+    D, ngroups, headdim=None, initial_states=None,  # noqa: N803
+    return_final_states=False, **__,
+):  # fmt: skip
+    """`MambaSplitConv1dScanCombinedFn` of mamba-ssm: its input, the states that rows begin with,
+    and what the gate multiplies."""
+    heads, dim = len(dt_bias), headdim or D.shape[1]
+    width = (len(conv1d_weight) - heads * dim) // 2 // ngroups
+    out = zxbcdt.new_zeros(*zxbcdt.shape[:2], heads * dim)
+    final = torch.zeros(len(zxbcdt), heads, dim, width)
+    saved = zxbcdt, dt_bias, torch.zeros_like(out), initial_states
+    found = _made((out, final), saved, zxbcdt, dt_bias, initial_states)
+    return found if return_final_states else found[0]

@@ -18,14 +18,8 @@ from tests.oracle.case import Case
 VOCAB = 64
 RANKS = 10
 """More than there are."""
-STATIC = {
-    "tokens": ("tokens",),
-    "labels": ("labels",),
-    "loss_mask": ("loss_mask",),
-    "packing": ("ends", "ends_padded"),
-    "masks": ("attention_mask", "padding_mask"),
-    "weight": ("weight",),
-}
+STATIC = {"packing": ("ends", "ends_padded"), "masks": ("attention_mask", "padding_mask")}
+STATIC |= {name: (name,) for name in ("tokens", "labels", "loss_mask", "weight")}
 """Which fields of a batch are written over, by the value of the axis `static`."""
 
 
@@ -176,18 +170,15 @@ def _batch(case, samples, number, part, cp_rank, cp):
     columns: dict[str, list[np.ndarray]] = {}
     for index, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
         n = len(sample.trained)
-        for name, values in {
-            "tokens": sample.tokens[:-1],
-            "labels": sample.tokens[1:],
-            "loss_mask": sample.trained.astype(np.float64),
-            "real": np.ones(n, dtype=bool),
-            "inner": np.arange(n) < n - 1,
-            "last": np.arange(n) == n - 1,
-            "position_ids": np.arange(length),
-            "sample": np.full(length, index),
+        fields = {
+            "tokens": sample.tokens[:-1], "labels": sample.tokens[1:],
+            "loss_mask": sample.trained.astype(np.float64), "real": np.ones(n, dtype=bool),
+            "inner": np.arange(n) < n - 1, "last": np.arange(n) == n - 1,
+            "position_ids": np.arange(length), "sample": np.full(length, index),
             "weight": draw.uniform(0.5, 1.5, length),
-            "other": np.where(sample.trained, sample.tokens[:-1] + 1, sample.tokens[:-1]) % VOCAB,
-        }.items():
+            "other": (sample.tokens[:-1] + sample.trained) % VOCAB,
+        }  # fmt: skip
+        for name, values in fields.items():
             columns.setdefault(name, []).append(np.pad(values, (0, length - len(values))))
         _mask(case, columns["loss_mask"][-1][:n], index, number, draw)
     batch: dict[str, Any] = {"number": number}
@@ -232,33 +223,26 @@ def _masks(case: Case, batch: dict[str, Any]) -> dict[str, Tensor | None]:
     rows, length = real.shape
     hidden = torch.ones(length, length).triu(1).bool().expand(rows, 1, -1, -1).clone()
     found: dict[str, Tensor | None] = {"attention_mask": None, "padding_mask": None}
-    if case.mask == "causal":
-        found["attention_mask"] = hidden
-    elif case.mask == "causal_cut":
+    if case.mask == "padding_mask":
+        return found | {"padding_mask": ~real}
+    if case.mask == "pad_2d":
+        return found | {"attention_mask": real.clone()}
+    if case.mask == "causal_cut":
         hidden |= ~real[:, None, None, :]
-        found["attention_mask"] = hidden
-    elif case.mask == "pad_2d":
-        found["attention_mask"] = real.clone()
-    elif case.mask == "padding_mask":
-        found["padding_mask"] = ~real
     elif case.mask == "future":  # prompts see themselves whole
         prompt = (batch["loss_mask"] == 0) & real
         hidden &= ~(prompt[:, None, :, None] & prompt[:, None, None, :])
-        found["attention_mask"] = hidden
-    elif case.mask == "future_one":
-        if batch["number"] == 1:
-            hidden[-1, 0, 2, 4] = False
-        found["attention_mask"] = hidden
-    return found
+    elif case.mask == "future_one" and batch["number"] == 1:
+        hidden[-1, 0, 2, 4] = False
+    return found if case.mask == "none" else found | {"attention_mask": hidden}
 
 
 # How a trainer's iterator hands them out ----------------------------------------------------------
 
 FIELDS = (
-    *("number", "tokens", "labels", "loss_mask", "real", "inner", "last", "position_ids", "sample"),
-    *("weight", "other", "ends", "ends_padded", "longest", "attention_mask", "padding_mask"),
-    "routes",
-)
+    "number tokens labels loss_mask real inner last position_ids sample weight other ends"
+    " ends_padded longest attention_mask padding_mask routes"
+).split()
 
 
 class Slots:
@@ -348,15 +332,12 @@ def _static(case: Case, found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]
     shapes = [{n: v.shape for n, v in b.items() if isinstance(v, Tensor)} for b in found]
     names = [n for n in shapes[0] if case.static == "all" or n in STATIC[case.static]]
     arrays = {name: found[0][name].numpy().copy() for name in names}
-    buffers = {
-        name: torch.from_numpy(arrays[name])
-        if case.batch == "static_numpy"
-        else found[0][name].clone()
-        for name in names
-    }
+    of_numpy = case.batch == "static_numpy"
+    buffers = {name: torch.from_numpy(arrays[name]) if of_numpy else found[0][name].clone()
+               for name in names}  # fmt: skip
     for batch in found:
         for name, buffer in buffers.items():
-            if case.batch == "static_numpy":
+            if of_numpy:
                 arrays[name][...] = batch[name].numpy()
             elif case.batch == "static_data":
                 buffer.data.copy_(batch[name])

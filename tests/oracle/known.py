@@ -64,10 +64,8 @@ PERMITTED: tuple[Permitted, ...] = (
     ),
     *(
         Permitted({"writes": value}, _WRITTEN)
-        for value in (
-            *("list_item", "object_in_list", "tensor", "class_attribute", "model_attribute"),
-            *("global_in_helper", "deque"),
-        )
+        for value in "list_item object_in_list tensor class_attribute model_attribute"
+        " global_in_helper deque".split()
     ),
     Permitted({"static": "weight"}, _WRITTEN),
     *(Permitted({"static": name, name: "absent"}, _WRITTEN) for name in ("labels", "loss_mask")),

@@ -30,12 +30,12 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_prefix.lab.models import build as lab_build
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from tests.cases import DRAWN, FAMILIES, LAYOUTS, RECOMPUTES
 from tests.harness import lora, mtp_keyword, sparse
 from tests.harness.own_delta import FULL, LINEAR, own_layers
+from tests.harness.quantised import quantised as built_with
 from tests.oracle import attention
 from tests.oracle.case import Case
 from tests.oracle.data import VOCAB
@@ -101,11 +101,8 @@ def _model(case: Case, language: Any, reads: list[Tensor]) -> Any:
 def _languages(case: Case, seed: int) -> list[Any]:
     """A language model for each chunk of this rank."""
     family = FAMILIES[case.model]
-    overrides = {
-        "variable_seq_lengths": True,
-        **family.config,
-        **RECOMPUTES.get(case.recompute, {}),
-    }
+    overrides = {"variable_seq_lengths": True, **family.config}
+    overrides |= RECOMPUTES.get(case.recompute, {})
     overrides["calculate_per_token_loss"] = case.returns == "per_token"
     if case.dropout != "none":
         overrides[f"{case.dropout}_dropout"] = 0.1
@@ -151,18 +148,9 @@ def _positions(kind: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _adapted(**which: Any) -> Iterator[None]:
+def _adapted(**which: Any) -> Any:
     """Models that are built meanwhile are frozen, and have adapters."""
-    make = lab_build.build_chunk
-
-    def built(*args: Any, **named: Any) -> Any:
-        chunk = make(*args, **named)
-        lora.adapt(unwrap(chunk), **which)
-        return chunk
-
-    with mock.patch.object(lab_build, "build_chunk", built):
-        yield
+    return built_with(lambda model: lora.adapt(model, **which))
 
 
 @contextlib.contextmanager

@@ -115,13 +115,7 @@ class Trainer:
 
     def __init__(self, case: Case, parts: models.Parts, updates: Sequence[Any] = ()) -> None:
         self.case, self.parts, self._updates = case, parts, [*updates]
-        self.kept: dict[str, Any] = {
-            "list": [],
-            "dict": {},
-            "counter": 0,
-            "routes": [],
-            "scaled": [],
-        }
+        self.kept = {"list": [], "dict": {}, "counter": 0, "routes": [], "scaled": []}
         self.sums = torch.zeros(4, dtype=torch.float64)
         self.carried: Any = 1.0
         self.ema = 1.0
@@ -374,18 +368,15 @@ class Trainer:
             if not torch.is_grad_enabled():
                 return call()
             return checkpoint(call, leaf, use_reentrant=around == "reentrant")
-        manager: Any = contextlib.nullcontext()
-        if around == "autocast":
-            manager = torch.autocast("cpu", dtype=torch.bfloat16)
-        elif around == "autocast_off":
-            manager = torch.autocast("cpu", enabled=False)
-        elif around == "saved_hooks":
-            manager = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
-        elif around == "function_mode":
-            manager = _Mode()
-        elif around == "grad_switch":
-            manager = torch.set_grad_enabled(torch.is_grad_enabled())
-        with manager:
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        managers: dict[str, Callable[[], Any]] = {
+            "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+            "autocast_off": lambda: torch.autocast("cpu", enabled=False),
+            "saved_hooks": lambda: hooks(lambda x: x.clone(), lambda x: x),
+            "function_mode": _Mode,
+            "grad_switch": lambda: torch.set_grad_enabled(torch.is_grad_enabled()),
+        }
+        with managers.get(around, contextlib.nullcontext)():
             return call()
 
     def _model_call(self, model: Any, item: Any, context: Any, tokens: str = "tokens") -> Any:

@@ -106,29 +106,24 @@ def test_for_people(monkeypatch):
     assert "features, with what to do: doctor --refused" in done.stdout
 
 
-def test_a_device_that_is_not_there_is_a_problem(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = doctor.examine("cuda")
-    assert not told["ok"] and "torch sees no GPU" in told["problems"][0] and told["kernels"] == {}
+LINE = Refusal(
+    "num_layers", "config", NOT_YET, "use another", lambda config: config.num_layers == 4
+)
 
 
-def test_a_model_that_the_schedule_refuses(monkeypatch):
-    line = Refusal(
-        "num_layers", "config", NOT_YET, "use another", lambda config: config.num_layers == 4
-    )
-    monkeypatch.setattr(features, "OPTIONS", (line,))
-    told = doctor.examine("cpu", "tiny-llama")
-    assert not told["ok"]
-    assert told["problems"] == ["tiny-llama has num_layers: use another"]
-    assert told["model"]["refused"] == ["num_layers: use another"]
-
-
-def test_an_old_megatron_is_a_problem(monkeypatch):
-    monkeypatch.setattr(features, "OLDEST", features.Version("99.0"))
-    told = doctor.examine("cpu")
-    assert told["problems"] == [
-        f"megatron-core {features.megatron.core.__version__} is too old: install 99.0 or newer"
-    ]
+@pytest.mark.parametrize(("patched", "arguments", "problem"), [
+    ((torch.cuda, "is_available", lambda: False), ["cuda"], "torch sees no GPU"),
+    ((features, "OPTIONS", (LINE,)), ["cpu", "tiny-llama"],
+     "tiny-llama has num_layers: use another"),
+    ((features, "OLDEST", features.Version("99.0")), ["cpu"],
+     f"megatron-core {features.megatron.core.__version__} is too old: install 99.0 or newer"),
+], ids=["a device that is not there", "a model that is refused", "an old Megatron"])  # fmt: skip
+def test_what_is_a_problem(monkeypatch, patched, arguments, problem):
+    monkeypatch.setattr(*patched)
+    told = doctor.examine(*arguments)
+    assert not told["ok"] and len(told["problems"]) == 1 and problem in told["problems"][0]
+    assert told["kernels"] == {} or arguments != ["cuda"]
+    assert arguments[1:] == [] or told["model"]["refused"] == ["num_layers: use another"]
 
 
 def test_what_is_needed_and_what_is_optional():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 from typing import NamedTuple
 from unittest import mock
@@ -10,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.data.rollouts import write_rollouts
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.hf_weights import HFWeights
 from megatron_prefix.lab.models.presets import resolve
@@ -17,7 +18,7 @@ from megatron_prefix.lab.models.weights import VOCAB_MULTIPLE
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.runtime import Layout
 from tests.harness import hf_checkpoints
-from tests.harness.command_line import captured, row
+from tests.harness.command_line import captured
 from tests.harness.one_rank import one_rank
 from tests.harness.ranks import run_ranks
 
@@ -25,16 +26,8 @@ from tests.harness.ranks import run_ranks
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory):
     """Two groups of three rollouts with a prompt of 40 of the checkpoint's tokens."""
-    draw = random.Random(3)
     path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
-    lines = []
-    for group in "ab":
-        prompt = draw.choices(range(VOCAB_MULTIPLE), k=40)
-        for uid in "012":
-            tokens = prompt + draw.choices(range(VOCAB_MULTIPLE), k=16)
-            fields = dict(prompt_len=40, loss=[[40, 56]], reward=float(uid))
-            lines.append(row(group=group, uid=uid, tokens=tokens, **fields))
-    path.write_text("".join(lines), encoding="utf-8")
+    write_rollouts(path, generate(2, 40, 16, 3, vocab_size=VOCAB_MULTIPLE))
     return str(path)
 
 

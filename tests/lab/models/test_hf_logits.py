@@ -53,10 +53,18 @@ def on_rank(folder, layout):
     return Part(parallel_state.get_tensor_model_parallel_rank(), logits(chunks))
 
 
-def assert_logits(folder, family, layout):
-    expected = hf_checkpoints.logits_of(hf_checkpoints.make(folder, family))
+LAYOUTS = [
+    *((family, Layout()) for family in FAMILIES), ("qwen3-tied", TP_PP), ("moe", TP_PP_EP),
+    ("moonlight", Layout(tp=2, sequence_parallel=True)),
+]  # fmt: skip
+"""Of other families each rank's weights are those of one rank, whose logits are held here."""
+
+
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+def test_logits_are_those_of_transformers(tmp_path, family, layout):
+    expected = hf_checkpoints.logits_of(hf_checkpoints.make(tmp_path, family))
     assert 0.5 < expected.std() < 5
-    parts = run_ranks(layout.world_size, partial(on_rank, folder, layout))
+    parts = run_ranks(layout.world_size, partial(on_rank, tmp_path, layout))
     last = [part for part in parts if part.logits is not None]
     assert len(last) == layout.world_size // layout.pp
     for first in range(0, len(last), layout.tp):
@@ -68,22 +76,6 @@ def assert_logits(folder, family, layout):
         assert error <= LIMIT, (
             f"{error:.2e}, relative {relative_error(found[..., :VOCAB], expected)}"
         )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(tmp_path, family):
-    assert_logits(tmp_path, family, Layout())
-
-
-LAYOUTS = [
-    ("qwen3-tied", TP_PP), ("moe", TP_PP_EP), ("moonlight", Layout(tp=2, sequence_parallel=True)),
-]  # fmt: skip
-"""Of other families each rank's weights are those of one rank, whose logits are held above."""
-
-
-@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
-def test_logits_in_a_layout(tmp_path, family, layout):
-    assert_logits(tmp_path, family, layout)
 
 
 class Held(NamedTuple):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,33 +18,26 @@ from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.run.execute.memory_control import longest_segments
-from megatron_prefix.tree import Pairs, TreeOptions, build
+from megatron_prefix.tree import TreeOptions, build
 from tests.harness import steps
 from tests.harness.one_rank import small_model
+from tests.harness.trees import flat_rollouts
 from tests.lab.predict.test_peak_memory import VOCAB
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
-def groups(num, seed):
+def groups(num):
     """Groups of four rollouts, many of them in a segment."""
-    draw = np.random.default_rng(seed)
-    samples, owners = [], []
-    for group in range(num):
-        prompt = draw.integers(0, 1000, 120)
-        for _ in range(4):
-            tokens = np.concatenate([prompt, draw.integers(0, 1000, 100)])
-            trained = np.arange(len(tokens) - 1) >= 119
-            samples.append(Pairs(tokens[:-1], tokens[1:], trained))
-            owners.append(group)
+    rollouts, owners = flat_rollouts(119, 100, 4, num)
     options = TreeOptions(min_gain=0, segment_tokens=4096)
-    return build(samples, owners, options, list(range(len(samples))))
+    return build(rollouts, owners, options, list(range(len(rollouts))))
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_parallel_pipelines_are_predicted_with_all_spans(place):
     """Recurrent layers keep a state a span: of as many as the rank with most has."""
-    forests = [groups(30, 0), groups(24, 1)]
+    forests = [groups(30), groups(24)]
     microbatches = [list(range(len(forest.num_positions))) for forest in forests]
     joint = joint_forest(forests, microbatches, place)
     longest = longest_segments(joint)

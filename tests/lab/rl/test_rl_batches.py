@@ -44,12 +44,9 @@ def test_advantages_are_the_normalised_rewards():
         [(r - mean) / (std + STD_EPS) for r in rewards]
     )
     assert advantages(a_group(*rewards), divide_by_std=False) == [r - mean for r in rewards]
-
-
-@pytest.mark.parametrize("rewards", [(1.0,), (0.1, 0.1, 0.1), (0.0, 0.0)])
-@pytest.mark.parametrize("divide", [True, False])
-def test_equal_rewards_say_nothing(rewards, divide):
-    assert advantages(a_group(*rewards), divide_by_std=divide) == [0.0] * len(rewards)
+    for equal in ((1.0,), (0.1, 0.1, 0.1), (0.0, 0.0)):  # which say nothing
+        for divide in (True, False):
+            assert advantages(a_group(*equal), divide_by_std=divide) == [0.0] * len(equal)
 
 
 def test_a_rollouts_own_advantage_wins():
@@ -111,16 +108,6 @@ def test_bad_settings_are_refused(fields):
         kind(**usual | fields)
 
 
-def test_layouts_that_would_compute_another_loss_are_refused():
-    rollouts = RolloutSet((a_group(*2 * [1.0]), a_group(*3 * [1.0])))
-    mean = TrainSettings(groups_per_step=1, loss_mean="rollout")
-    with pytest.raises(UserError, match=r"--cp 2 with --loss-mean rollout: .* use --loss-mean"):
-        check_layout(mean, rollouts, Layout(cp=2))
-    auto = TrainSettings(groups_per_step=1, prefix=PrefixConfig(mode="auto"))
-    with pytest.raises(UserError, match=r"--ep 2: .* they have 2 to 3; use --prefix-schedule on"):
-        check_layout(auto, rollouts, Layout(dp=2, ep=2))
-
-
 def some_groups(count):
     """Of two rollouts each, whose tokens differ."""
     draw = np.random.default_rng(0)
@@ -142,12 +129,6 @@ def test_groups_come_in_order_and_then_again():
     rollouts = RolloutSet(tuple(some_groups(5)))
     assert names(rollouts.take(0, 3)) == ["g0", "g1", "g2"]
     assert names(rollouts.take(3, 3)) == ["g3", "g4", "g0"]
-
-
-@pytest.mark.parametrize(("groups", "parts"), [(6, 4), (0, 1), (2, 3)])
-def test_uneven_minibatches_are_refused(groups, parts):
-    with pytest.raises(UserError, match=rf"groups-per-step {groups} .* --minibatches {parts}"):
-        minibatches(some_groups(groups), parts)
 
 
 def test_fingerprint_is_of_the_content(tmp_path):
@@ -192,11 +173,6 @@ def test_a_pack_is_filled_before_the_next_begins():
     assert pack_sizes([5, 5, 5, 5], 100, least=3) == [1, 1, 2]
 
 
-def test_fewer_rollouts_than_microbatches_are_refused():
-    with pytest.raises(UserError, match=r"2 rollouts .* 3 microbatches.*--baseline rollout"):
-        pack_sizes([4, 4], 100, least=3)
-
-
 @pytest.mark.parametrize(("layout", "expected"), [
     (Layout(dp=2), [1, 3]), (Layout(dp=2, ep=2), [3, 3]), (Layout(dp=2, pp=2, vpp=2), [4, 4]),
 ])  # fmt: skip
@@ -237,11 +213,29 @@ def test_slices_of_a_context_parallel_rank_are_of_each_rollout():
     assert [one.tolist() for one in ends] == [[0, 8, 12, 24]] * 3
 
 
-def test_an_attention_without_packs_is_refused():
-    attention = DotProductAttention.__new__(DotProductAttention)
-    chunk = SimpleNamespace(named_modules=lambda: [("decoder.core_attention", attention)])
-    with pytest.raises(UserError, match=r"decoder\.core_attention is DotProductAttention, which"):
-        packing.check([chunk], Baseline())
+WITHOUT_PACKS = DotProductAttention.__new__(DotProductAttention)
+CHUNK = SimpleNamespace(named_modules=lambda: [("decoder.core_attention", WITHOUT_PACKS)])
+UNEVEN = RolloutSet((a_group(*2 * [1.0]), a_group(*3 * [1.0])))
+MEAN = TrainSettings(groups_per_step=1, loss_mean="rollout")
+AUTO = TrainSettings(groups_per_step=1, prefix=PrefixConfig(mode="auto"))
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    # Of layouts, those that would compute another loss.
+    (lambda: check_layout(MEAN, UNEVEN, Layout(cp=2)),
+     r"--cp 2 with --loss-mean rollout: .* use --loss-mean"),
+    (lambda: check_layout(AUTO, UNEVEN, Layout(dp=2, ep=2)),
+     r"--ep 2: .* they have 2 to 3; use --prefix-schedule on"),
+    *((lambda num=num, parts=parts: minibatches(some_groups(num), parts),
+       rf"groups-per-step {num} .* --minibatches {parts}")
+      for num, parts in ((6, 4), (0, 1), (2, 3))),
+    (lambda: pack_sizes([4, 4], 100, least=3), r"2 rollouts .* 3 microbatches.*--baseline rollout"),
+    (lambda: packing.check([CHUNK], Baseline()),
+     r"decoder\.core_attention is DotProductAttention, which"),
+])  # fmt: skip
+def test_what_cannot_be_trained_is_refused(call, message):
+    with pytest.raises(UserError, match=message):
+        call()
 
 
 def test_a_balance_by_sample_is_refused():
