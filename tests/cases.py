@@ -91,7 +91,6 @@ _FEW = {"num_moe_experts": 8, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1
 # GatedDeltaNet's convolution takes the MLP's activation, and only SiLU.
 _DELTA = {"linear_attention_freq": None, "gated_linear_unit": True}
 _DELTA = {n: v for n, v in vars(PRESETS["tiny-qwen3-next"]).items() if "linear_" in n} | _DELTA
-
 DRAWN: dict[str, Family] = {
     "gqa": Family(),
     "dense": Family(spec={"num_query_groups": 4}),
@@ -276,7 +275,6 @@ LAYOUTS = {
     ).split()
 }  # fmt: skip
 """Sequence parallelism beside every other kind, and with `_sp`."""
-
 _GRAPHS = {"graph_tokens": 48, "segment_tokens": 24}
 OPTIONS: dict[str, dict[str, Any]] = {
     "small": {"segment_tokens": 24, "chunk_tokens": 12},
@@ -322,7 +320,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 """Fields of PrefixConfig; `min_gain` is 0 where it is not named."""
-
 RANDOM_OPTIONS = (
     *("small", "whole", "recompute", "light", "chunks of 7", "packs of chunks", "small packs"),
     *("depth first", "a rollout a wave", "recompute chunks", "offload", "a layer on the host"),

@@ -26,7 +26,6 @@ ON_ONE_RANK: tuple[Sequence[Row], ...] = (
     trainers.ODD, trainers.ORDINARY, trainers.KEPT, trainers.LATE,
 )  # fmt: skip
 BY_LAYOUT: tuple[Mapping[str, Sequence[Row]], ...] = (on_ranks.ON_RANKS, across.ACROSS)
-
 _NUMBERS: dict[tuple[str, object], int] = {}
 """Of values, by what they are of."""
 

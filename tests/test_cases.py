@@ -12,8 +12,6 @@ from tests.cases import FAMILIES, FURTHER, random_row, row, wrong
 from tests.harness.fuzzing import rounds
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
-
-
 VARIANTS = (
     *("softmax scale", "whole softmax scale", "layer scaling", "both scales"),
     *("a layer without rope", "interleaved rope", "scaled rope", "l2 norm"),
@@ -143,7 +141,6 @@ ROWS = [
         for module in ("full", "core_attn", "layernorm", "mlp")
     ),
 ]
-
 WEIGHED = FURTHER | {"loss_mask": "weighed"}
 KEYWORD = {"labels": "absent"}
 MTP = [
@@ -191,7 +188,6 @@ MTP = [
     row("mtp 5 mamba repeated", "recompute chunks", recompute="full", **WEIGHED),
 ]
 """Multi-token prediction; tests/core/layers/test_mtp_newer.py has them in a later release."""
-
 CALLS = [
     row("qk_norm", "small", form="thd_padded", labels="absent", in_place="div"),
     row("qk_norm", "small", form="thd_padded", loss_mask="absent"),
@@ -216,8 +212,6 @@ UNLIKE: list[tuple[str, dict[str, str]]] = [
     ("does not call the model", {"calls": "not_at_all", "ddp": "none"}),
 ]
 """What a forward step does, and what is said of it."""
-
-
 NOT_SHARED = [
     replace(row("gqa"), mode="observe", expects="fallback"),
     replace(row("gqa", "no gain"), mode="auto", expects="fallback", says="speedup"),

@@ -11,8 +11,6 @@ from tests.cases import auto_row, row
 from tests.oracle.model import SETS
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
-
-
 ODD = [
     auto_row(table.TWO_CALLS.fix, calls="twice"),
     auto_row(table.NO_CALL.fix, calls="not_at_all", ddp="none"),
@@ -90,8 +88,6 @@ LATE = [
         expects="ends", shares=(False, True, True, True),
     ),
 ]  # fmt: skip
-
-
 SEEN_IN_FIRST_STEPS = {
     "buffer's data", "weight's data", "draws of Python", "draws of NumPy", "draws of a module",
 }  # fmt: skip

@@ -6,8 +6,6 @@ from tests import judge
 from tests.cases import row
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
-
-
 POLICIES = ("graphs recompute", "graphs recompute_act")
 SMALL = {"tree": "groups", "session": "train", "form": "rows"}
 """Two steps of two microbatches: the second has its graphs from the first."""

@@ -23,8 +23,6 @@ pytestmark = [
 ]
 VOCAB, STEPS = 512, 4
 CONFIG = dict(kernel="math", min_gain=4, segment_tokens=256, memory="retain", graph_tokens=1024)
-
-
 WIDTHS = dict(hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4)
 EXPERTS = dict(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256, moe_z_loss_coeff=1e-3)
 MODELS = {

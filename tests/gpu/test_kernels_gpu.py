@@ -21,7 +21,6 @@ from megatron_prefix.tree import cp_layout
 from tests.harness.attention_cases import CASES, LAYOUTS, Case, by_blocks, check, make
 
 pytestmark = pytest.mark.gpu
-
 NAMES = ("flash", "cudnn", "cudnn+flash", "flash+cudnn", "math")
 ODD = {
     "around a tile": Case((300, 64), (63, 64, 65, 129, 2, 1), heads=8, kv_heads=2),
@@ -29,8 +28,6 @@ ODD = {
     "rows beside a lone query": Case((130,), (1,), heads=8, kv_heads=2),
     "rows below a lone key": Case((1,), (40, 40), heads=8, kv_heads=8),
 }
-
-
 LONG = {  # fa4's dense calls, and both calls beside each other
     "one long run": Case((700,), (530,), heads=8, kv_heads=2),
     "long runs": Case((1000, 300), (300, 513, 270), heads=8, kv_heads=2),
@@ -38,16 +35,11 @@ LONG = {  # fa4's dense calls, and both calls beside each other
     "many short runs": Case((90,), tuple(range(1, 60)), heads=8, kv_heads=2),
     "more runs than a call takes": Case((90,), (3, 1, 2) * 200, heads=8, kv_heads=2),
 }
-
-
 NO_SPANS = (  # calls that no wave of `CASES` makes: runs with keys of their own, causal or not
-    Runs((1,), (2000,)),
-    Runs((2000,), (1,)),
-    Runs((3, 1) * 300, (5, 1) * 300),
-    Runs((300, 4, 1), (900, 4, 2000), causal=True),
-    Runs((700,), (1500,), causal=True),
+    Runs((1,), (2000,)), Runs((2000,), (1,)), Runs((3, 1) * 300, (5, 1) * 300),
+    Runs((300, 4, 1), (900, 4, 2000), causal=True), Runs((700,), (1500,), causal=True),
     Runs((2, 1) * 200, (2, 3) * 200, causal=True),
-)
+)  # fmt: skip
 
 
 def working(name, dtype, head_dim, head_dim_v, group=2):

@@ -17,13 +17,17 @@ pytestmark = pytest.mark.gpu
 NUM = 1 << 20
 
 
+@pytest.fixture
+def device():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def active():
     return torch.cuda.memory_stats()["active_bytes.all.current"]
 
 
 @pytest.mark.parametrize("limit", [None, 1.0])
-def test_the_same_gradients_with_and_without_room(limit):
-    device = torch.device("cuda", torch.cuda.current_device())
+def test_the_same_gradients_with_and_without_room(limit, device):
     owner = Offloader(CudaTransfers(device, limit))
     for _ in range(3):
         owner.begin_step(float(1 << 33))
@@ -39,8 +43,7 @@ def test_the_same_gradients_with_and_without_room(limit):
     assert owner.pool.num_bytes and owner.pool.take(1).tensor.is_pinned()
 
 
-def test_memory_is_given_back_when_the_copies_have_ended():
-    device = torch.device("cuda", torch.cuda.current_device())
+def test_memory_is_given_back_when_the_copies_have_ended(device):
     owner = Offloader(CudaTransfers(device))
     x = torch.randn(NUM, device=device, requires_grad=True)
     before = active()
@@ -51,16 +54,15 @@ def test_memory_is_given_back_when_the_copies_have_ended():
     assert active() - before <= 2 * y.nbytes + (1 << 20)
 
 
-def test_what_is_measured_is_possible():
-    device = torch.device("cuda", torch.cuda.current_device())
+def test_what_is_measured_is_possible(device):
     rates = measured(device, torch.bfloat16)
     assert 1e12 < rates.flops < 1e16 and 1e9 < rates.link < 1e12
     assert 0 < free_bytes(device, 1e6) <= 1e6 < free_bytes(device)
 
 
-def test_a_sidecar_on_the_host_gives_the_same():
+def test_a_sidecar_on_the_host_gives_the_same(device):
     """With pieces of 32,768 rows, in several steps with one pool."""
-    device, made = torch.device("cuda", torch.cuda.current_device()), tree(8192)
+    made = tree(8192)
     expected = step(SidecarCache(made.planned(), [Form.POSITIONS] * LAYERS), made, device="cuda")
     owner = Offloader(CudaTransfers(device))
     peaks = []

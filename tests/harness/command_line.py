@@ -54,6 +54,13 @@ def forked(*arguments):
     return forked_module("megatron_prefix", *arguments, cwd=data.REPOSITORY)
 
 
+def printed(*arguments):
+    """The JSON that such a command prints."""
+    done = forked(*arguments, "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
 def command(*arguments, **options):
     """A command as a user starts it."""
     return subprocess.run(

@@ -110,7 +110,6 @@ def changed_cells(rng, text):
 
 
 def _changed_number(rng, cell):
-    """A cell in which one number is another."""
     digits = [place for place, letter in enumerate(cell) if letter.isdigit()]
     if not digits:
         return rng.choice(ODD_NUMBERS)

@@ -104,7 +104,6 @@ def _config(transformers, kind, changes):
 
 
 def tokens():
-    """Two sequences, [2, LENGTH]."""
     return torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(7))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from tests.harness import steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract, Microbatch
+from tests.oracle.data import of_all_lengths
 
 GDN, MAMBA = "tiny-qwen3-next", "tiny-nemotron-h"
 
@@ -39,36 +39,13 @@ def model_of(name: str, **options: Any) -> Any:
 
 
 def items() -> list[Microbatch]:
-    """Four groups: a tree with loss in the middle, short spans, a pair, and one alone.
-
-    Below the first prompt are two turns, so a depth-first walk uses the rows of the first again.
-    """
-    draw = np.random.default_rng(1)
-
-    def tokens(length: int) -> np.ndarray:
-        return draw.integers(0, 60, length)
-
-    found: list[Microbatch] = []
-
-    def add(group: int, parts: Sequence[np.ndarray], first: int) -> None:
-        whole = np.concatenate(parts)
-        pairs = Pairs(whole[:-1], whole[1:], np.arange(len(whole) - 1) >= first)
-        found.append(steps.microbatch([pairs], group, len(found)))
-
-    prompt, turn, other = tokens(30), tokens(9), tokens(6)
-    for middle, end in (
-        *((turn, 9), (turn, 14), (other, 7), (other, 4)),
-        *((turn[:0], 21), (turn[:0], 1), (turn[:0], 3)),
-    ):
-        add(0, [prompt, middle, tokens(end)], 29)
-    short = tokens(3)
-    for end in (1, 2, 5):
-        add(1, [short, tokens(end)], 2)
-    longer = tokens(22)
-    for end in (4, 2):
-        add(2, [longer, tokens(end)], 21)
-    add(3, [tokens(13)], 4)
-    return found
+    """The oracle's tree of all lengths: loss in the middle, short spans, and one alone."""
+    return [
+        steps.microbatch([Pairs(tokens[:-1], tokens[1:], trained)], group, uid)
+        for uid, (group, (tokens, trained)) in enumerate(
+            zip((0, 0, 0, 0, 0, 1, 1, 2), of_all_lengths(np.random.default_rng(1)), strict=True)
+        )
+    ]
 
 
 def errors(model: Any, expected: steps.Reference, schedule: PrefixSchedule) -> dict[str, float]:

@@ -56,11 +56,6 @@ class Jinja:
         )
 
 
-@pytest.fixture
-def source(tmp_path):
-    return tmp_path / "in.jsonl"
-
-
 def write(path, *rows):
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path

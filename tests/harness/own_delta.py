@@ -135,7 +135,6 @@ class OwnNet(nn.Module):
         self.take_rule()
 
     def take_rule(self) -> None:
-        """Since slime's backends."""
         self.chunk_gated_delta_rule = chunk_gated_delta_rule
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -53,7 +53,6 @@ def run(case, best=False):
 
 
 def _step(rng):
-    """A forest, and the microbatch of every rollout."""
     forest = random_forest(rng) if rng.random() < 0.5 else _built(rng)
     size = rng.randint(1, 4)  # rollouts of a microbatch
     microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]

@@ -42,7 +42,6 @@ def quantise(model: Any, config: dict[str, Any]) -> None:
 
 
 def quantisers(model: Any) -> Iterator[tuple[str, Any]]:
-    """ModelOpt's quantisers of a model, by name."""
     for name, module in model.named_modules():
         if QUANTISER in {f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__}:
             yield name, module

@@ -145,7 +145,6 @@ class RecordedGraph(cuda.Graph):
 
     @property
     def launched(self) -> list[str]:
-        """Names of the operations that a replay launches."""
         return [str(func) for func, *_ in self._recorder.launches]
 
     def replay(self) -> None:

@@ -134,7 +134,6 @@ def is_prefix_tree(forest):
 
 
 def ancestors(segments, place):
-    """Places of all spans above one, root first."""
     found = []
     above = segments[place.segment].spans[place.number].parent
     while above is not None:
@@ -163,7 +162,6 @@ def trie_size(rollouts, align=1):
 
 
 def flat_forest(prefix=4, suffix=2, num=2, num_groups=1, **options):
-    """Flat groups, one rollout a wave."""
     rollouts, groups = flat_rollouts(prefix, suffix, num, num_groups)
     given = {"min_gain": 0, "segment_tokens": suffix, **options}
     return build(rollouts, groups, TreeOptions(**given))
@@ -301,5 +299,4 @@ def with_programs(plan, programs):
 
 
 def cells(plan):
-    """The programs as text, to be changed."""
     return [[str(action) for action in program] for program in plan.programs]

@@ -271,7 +271,6 @@ def tower_of(model: Any) -> nn.Module | None:
 
 
 def shown_decoder(model: Any) -> Any:
-    """A property of some of the models."""
     return model.language_model.decoder
 
 

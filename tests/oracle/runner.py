@@ -28,7 +28,6 @@ TIME_S = 240.0
 """Seconds after which a case counts as hung."""
 CASES = 60
 """Cases of one process: a model in DDP is never freed."""
-
 Verdicts = dict[str, Verdict]
 
 

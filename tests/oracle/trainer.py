@@ -97,7 +97,6 @@ def _held() -> Any:
 
 
 def seed_all(seed: int) -> None:
-    """Every generator that a trainer may draw from."""
     random.seed(seed)
     np.random.seed(seed)  # trainers draw from it
     torch.manual_seed(seed)
@@ -502,7 +501,6 @@ class Trainer:
         return loss_func
 
     def _scored(self, output, item, factor, reference, more):
-        """What is logged of every position, and the loss."""
         case, mask = self.case, self._mask(item)
         if case.head == "scalar":
             loss = output * factor.to(output.dtype)

@@ -104,7 +104,6 @@ def page_of(trainer: Trainer) -> Path:
 
 
 def at_a_glance(trainer: Trainer) -> str:
-    """What the package knows of a trainer."""
     rows = [
         ("turned on by", trainer.on),
         ("trained positions", trainer.loss),

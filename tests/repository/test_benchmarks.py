@@ -1,5 +1,6 @@
 """Benchmarks, small: they run, compare what they time, and print their rows."""
 
+import copy
 import json
 import os
 import shlex
@@ -14,18 +15,26 @@ from benchmarks import (
     documents,
     peers,
     peers_step,
+    pipeline_bubbles,
+    step_trace,
     vision_step,
 )
+from benchmarks.barriers import barrier_plan, simulate_with_barriers
+from benchmarks.pipeline_picture import picture
 from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.cli.main import make_parser
 from megatron_prefix.lab.cli.modelling import model_options
 from megatron_prefix.lab.models import presets
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify.matrix import rows
+from megatron_prefix.plan.planner import loss_ready_after
+from megatron_prefix.tree import TreeOptions, build
 from tests.harness.command_line import BUNDLED
 from tests.harness.command_line import script as run_script
 from tests.harness.data import REPOSITORY
 from tests.harness.one_rank import one_rank
+from tests.harness.trees import flat_rollouts
 
 VISION = "--device cpu --dtype float64 --model tiny-qwen3 --tower tiny --prompt 160 --answer 16"
 VISION += " --image-tokens 12 --rollouts 4 --pack-tokens 400 --warm-up-calls 1 --repeats 1"
@@ -85,7 +94,6 @@ def test_every_peer_computes_the_same_and_who_cannot_says_why(tmp_path, capsys):
 
 
 def table(capsys, monkeypatch, program, *arguments):
-    """The rows that a program prints, by title."""
     monkeypatch.setattr(sys, "argv", ["program", BUNDLED, *arguments])
     program.main()
     titles, line, *found = [
@@ -138,6 +146,88 @@ def test_rows_stand_beside_what_was_published(tmp_path, capsys):
     [grid] = [line for line in lines if line.startswith("| 10240:2048:8 |")]
     assert grid.endswith(f"| 4,096 | {said} 10, 60, 30 | 0.500 |")
     assert "8,192, 4,096, n 9" in missing and "16,384, 64, n 9" not in missing
+
+
+# The naive schedule that others are compared with -------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "r", "n", "stages", "bubble"), [
+    (10240, 2048, 16, 4, 0.46), (10240, 2048, 8, 4, 0.58), (10240, 2048, 8, 8, 0.76),
+    (8192, 1024, 16, 4, 0.53),
+])  # fmt: skip
+def test_bubbles_with_barriers(p, r, n, stages, bubble):
+    forest = build(*flat_rollouts(p, r, n, 4), TreeOptions(segment_tokens=r))
+    plan = barrier_plan(forest, stages)
+    simulate(plan, ready_after=loss_ready_after(forest))
+    assert round(simulate_with_barriers(plan).bubble_fraction, 2) == bubble
+
+
+def test_the_picture_is_what_its_command_draws():
+    found = (REPOSITORY / "docs" / "schedules.svg").read_text(encoding="utf-8")
+    assert found == picture(), "python -m benchmarks.pipeline_picture docs/schedules.svg"
+
+
+def test_the_table_of_the_results_is_what_its_command_prints(capsys):
+    pipeline_bubbles.main()
+    assert capsys.readouterr().out in (REPOSITORY / "docs/results.md").read_text(encoding="utf-8")
+
+
+# `step_trace compare` -----------------------------------------------------------------------------
+
+
+LINES = ["aten.mm.default(a)", "view aten.t.default(b)", "aten.add.Tensor(c)", "x/y.py:1 f", ""]
+
+
+def record():
+    """Two configs, one of them with two ranks."""
+    rank = {
+        "operations": [0, 1, 2, 0], "places": [3, 4, 3, 4], "host waits": {"aten.nonzero": 2},
+        "bytes": {"peak": 10}, "digests": {"gradient of w": "ab", "gradient of v": "cd"},
+    }  # fmt: skip
+    ranks = {"one": [rank], "two": [copy.deepcopy(rank), copy.deepcopy(rank)]}
+    return {"made by": {"torch": "2"}, "lines": LINES, "configs": ranks}
+
+
+def compared(folder, new, *options):
+    """The exit code of the command for the record above and another one."""
+    for name, value in (("old", record()), ("new", new)):
+        (folder / name).write_text(json.dumps(value), encoding="utf-8")
+    return step_trace.main(["compare", str(folder / "old"), str(folder / "new"), *options])
+
+
+def test_equal_records_pass_whatever_the_order_of_their_tables(tmp_path, capsys):
+    new = record()
+    new["lines"] = [*reversed(LINES)]
+    for rank in (rank for config in new["configs"].values() for rank in config):
+        for key in ("operations", "places"):
+            rank[key] = [len(LINES) - 1 - number for number in rank[key]]
+    assert compared(tmp_path, new) == 0
+    assert capsys.readouterr().out == "the same: 2 configs, 3 ranks, 12 operations, 6 digests\n"
+
+
+def test_the_first_difference_is_shown_and_all_are_counted(tmp_path, capsys):
+    new = record()
+    new["configs"]["two"][1]["operations"] = [0, 1, 0, 2, 2]
+    new["configs"]["two"][1]["places"] = [3, 4, 3, 4, 4]
+    assert compared(tmp_path, new) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "two, rank 1: operation 2 of 4 before, of 5 now", "  after view aten.t.default(b)",
+        "  before aten.add.Tensor(c)  [x/y.py:1 f]", "  now    aten.mm.default(a)  [x/y.py:1 f]",
+        "  counts +1 aten.add.Tensor",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "told"), [
+    ("digests", "gradient of v", "ce", "digests: gradient of v cd before, ce now"),
+    ("host waits", "aten.item", 1, "host waits: aten.item None before, 1 now"),
+    ("bytes", "peak", 11, "bytes: peak 10 before, 11 now"),
+    ("cuda", "kernels", 7, "cuda: kernels None before, 7 now"),
+])  # fmt: skip
+def test_another_value_is_a_difference(tmp_path, capsys, kind, name, value, told):
+    new = record()
+    new["configs"]["one"][0].setdefault(kind, {})[name] = value
+    assert compared(tmp_path, new) == 1
+    assert capsys.readouterr().out == f"one, rank 0: {told}\n"
 
 
 # Scripts, with programs that only note what they are asked to do ----------------------------------

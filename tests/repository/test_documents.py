@@ -15,7 +15,7 @@ import pytest
 from benchmarks import figures, support
 from benchmarks.trainers import which_runs
 from megatron_prefix.lab.cli.main import VERBS, make_parser
-from tests.harness.command_line import BUNDLED, forked
+from tests.harness.command_line import BUNDLED, printed
 from tests.harness.data import REPOSITORY, tracked
 from tests.repository.generated import PART
 
@@ -256,11 +256,10 @@ def test_the_quick_starts_tokens_are_what_it_counts(tmp_path):
     """They depend on the rollouts only, so a smaller model counts them. Its picture has prompts
     apart from their suffixes: phases A, B and C."""
     picture = tmp_path / "plan.svg"
-    done = forked(
-        "train", BUNDLED, "--set", "num_layers=1", "--steps", "4", "--json", "--output",
+    found = printed(
+        "train", BUNDLED, "--set", "num_layers=1", "--steps", "4", "--output",
         str(tmp_path / "run"), "--plan-svg", str(picture), "--chunk-tokens", "512",
     )  # fmt: skip
-    found = json.loads(done.stdout)
     tips = re.findall(r"<title>([FB])\d+: (inner|wave)", picture.read_text(encoding="utf-8"))
     assert {*tips} == {*itertools.product("FB", ("inner", "wave"))}
     raw, executed = found["raw_tokens"], found["executed_tokens"]

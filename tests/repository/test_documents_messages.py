@@ -13,7 +13,6 @@ GAP = "…"
 
 
 def quoted(text):
-    """Messages that a page has a heading for."""
     return re.findall(r"^### `([^`]*)`$", text, re.M)
 
 

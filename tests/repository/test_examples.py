@@ -151,7 +151,6 @@ def test_a_policy_trains_on_rollouts_of_its_own(tmp_path):
 
 @pytest.fixture
 def sampler(monkeypatch):
-    """The example's modules."""
     monkeypatch.syspath_prepend(REPOSITORY / "examples" / "rl_run")
     modules = [importlib.import_module(name) for name in ("records", "sampler")]
     yield modules

@@ -37,19 +37,18 @@ def commands(tmp_path):
 
 def beside(commands):
     """Variables with which scripts take that environment."""
-    return {"PATH": f"{commands}:{os.environ['PATH']}", "VENV": str(commands.parent)}
+    return {"PATH": f"{commands}:{os.environ['PATH']}", "VENV": str(commands.parent), **NODE}
 
 
 def asked(commands, script, *arguments, **environment):
     """The words of the one command that a script runs."""
-    done = run_script(LAUNCH / script, *arguments, **{**beside(commands), **NODE, **environment})
+    done = run_script(LAUNCH / script, *arguments, **{**beside(commands), **environment})
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     return shlex.split(line)
 
 
 def verb_of(words):
-    """What follows `-m megatron_prefix`."""
     return words[words.index("-m") + 2 :]
 
 
@@ -110,7 +109,7 @@ def test_several_nodes_meet_at_one_address(commands):
 @pytest.mark.parametrize("script", ["train_multinode.sh", "align_cluster.sh"])
 @pytest.mark.parametrize("missing", NODE)
 def test_a_node_needs_its_number_and_the_address_of_the_first(commands, script, missing):
-    done = run_script(LAUNCH / script, **{**beside(commands), **NODE, missing: ""})
+    done = run_script(LAUNCH / script, **{**beside(commands), missing: ""})
     assert done.returncode != 0 and done.stdout == ""
     assert re.fullmatch(rf".*: {missing}: .*of.* node.*\n", done.stderr)
 
@@ -137,7 +136,7 @@ GPU_SCRIPTS = ["train_1node.sh", "train_multinode.sh", "align_cluster.sh"]
 
 @pytest.mark.parametrize("script", GPU_SCRIPTS)
 def test_one_line_says_that_there_are_too_few_gpus(commands, script):
-    environment = {**beside(commands), **NODE}
+    environment = beside(commands)
     line = refusal(LAUNCH / script, **environment, FAKE_GPUS="0")
     assert "torch sees no GPU here" in line and "launch/two_nodes.sh" in line
     line = refusal(LAUNCH / script, **environment, FAKE_GPUS="4")

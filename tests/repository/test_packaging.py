@@ -87,7 +87,6 @@ def sources():
 
 
 def num_lines(function):
-    """Of a function, without its docstring."""
     first = function.body[0]
     has_doc = ast.get_docstring(function) is not None
     doc = first.end_lineno - first.lineno + 1 if has_doc else 0
@@ -174,8 +173,6 @@ MOST = 47
 """Uses of private names of the package that are left. Lower it with every one that goes."""
 FOREIGN = {"_actions", "_axis", "_modules", "_replace", "_ssm_training"}
 """Of argparse, torch, Megatron, ModelOpt and named tuples; the package has the same names."""
-
-
 PRIVATE = re.compile(r"(?:def |class |self\.|^|, )(_[A-Za-z]\w*)(?=[(: =,])", re.M)
 USES = re.compile(
     r"(?<!self)\.(_[A-Za-z]\w*)|^from .*import (.*)$|\"[\w.]*?\b(_[A-Za-z]\w*)\"", re.M

@@ -35,7 +35,6 @@ def done(*command, cwd, **environment):
 
 @pytest.fixture(scope="module")
 def files():
-    """Files of the repository, from its root."""
     return {str(path.relative_to(REPOSITORY)) for path in tracked()}
 
 

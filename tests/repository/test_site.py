@@ -37,7 +37,6 @@ def packages():
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """What the site is made of, to be changed."""
     folder = tmp_path_factory.mktemp("site") / "repository"
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("docs", "megatron_prefix", "schedules", "benchmarks"):

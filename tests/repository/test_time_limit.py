@@ -13,7 +13,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked, as on Linux"),
 ]
-
 IN_RANKS = """
 import os, signal, threading, time
 from pathlib import Path

@@ -1,6 +1,7 @@
 """`bench memory` on the CPU: its parts, and one run of the verb."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab.bench import longest, memory
 from megatron_prefix.lab.bench.memory import Way
 from megatron_prefix.lab.bench.work import GroupShape
+from megatron_prefix.lab.cli import bench_memory
 from megatron_prefix.lab.models.build import unwrap
-from tests.harness.command_line import forked
+from megatron_prefix.lab.view import style
+from tests.harness.command_line import printed
 from tests.harness.one_rank import one_rank, small_model
 
 CONFIG = PrefixConfig(kernel="math")
@@ -65,14 +68,29 @@ def test_the_verb(tmp_path):
     """In a process of its own: process groups over gloo leave threads behind."""
     plot, out = tmp_path / "memory.svg", tmp_path / "memory.json"
     command = "bench memory --shapes 96:16:2 --ways stock recompute offload --frontier 16"
-    command += " --capacity-gb 0.1 --repeats 0 --align-layers 1 --json"
-    words = [*command.split(), "--plot", str(plot), "--bench-json", str(out)]
-    done = forked(*words)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    command += " --capacity-gb 0.1 --repeats 0 --align-layers 1"
+    result = printed(*command.split(), "--plot", str(plot), "--bench-json", str(out))
     assert result == json.loads(out.read_text(encoding="utf-8"))
     assert result["aligned"] and result["peaks"] == "counted"
     assert [row["way"] for row in result["rows"]] == ["stock", "recompute", "offload"]
     assert all(row["peak_gib"] > 0 and not row["problem"] for row in result["rows"])
     assert [one["way"] for one in result["frontier"]] == ["stock", "recompute", "offload"]
     assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")
+
+
+def test_the_legend_of_memory_is_beside_its_bars():
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_rgba
+
+    rows = [
+        SimpleNamespace(name="512:64:4", way=way, peak_gib=2.0, predicted_gib=2.1)
+        for way in ("stock", "retain", "recompute")
+    ]
+    drawn = bench_memory.figure(rows)
+    drawn.draw_without_rendering()
+    (axes,) = drawn.axes
+    assert axes.get_legend().get_window_extent().x0 > axes.get_window_extent().x1
+    assert not any(axes.spines[side].get_visible() for side in ("top", "right"))
+    (first, second, third) = (bar.patches[0].get_facecolor() for bar in axes.containers)
+    assert len({first, second, third}) == 3
+    assert [first, second] == [to_rgba(style.STOCK), to_rgba(style.PREFIX)]

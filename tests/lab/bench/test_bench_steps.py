@@ -1,6 +1,5 @@
 """`bench`: both schedules are timed in the same way, on the same microbatches."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.rl.like_for_like import like_for_like
 from megatron_prefix.lab.runtime import Layout
-from tests.harness.command_line import BUNDLED, forked
+from tests.harness.command_line import BUNDLED, printed
 from tests.harness.one_rank import one_rank, small_model
 
 SPEC = resolve("tiny-llama", num_layers=1).with_vocab(64)
@@ -133,10 +132,8 @@ def test_consecutive_steps_of_a_file(tmp_path):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.svg"
     options = "--groups 1 --steps 2 --max-tokens 96 --min-gain 0 --pack-tokens 200".split()
-    options += ["--prefix-schedule", "auto", "--set", "num_layers=1", "--json", "--plot", str(plot)]
-    done = forked("bench", "--rollouts", BUNDLED, *options)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    options += ["--prefix-schedule", "auto", "--set", "num_layers=1", "--plot", str(plot)]
+    result = printed("bench", "--rollouts", BUNDLED, *options)
     [row] = result["rows"]
     assert result["alignment"]["passed"] and result["alignment"]["baseline"] == "packed"
     assert (row["baseline"], row["pack_tokens"], row["steps"]) == ("packed", 200, 2)
@@ -152,9 +149,7 @@ def test_consecutive_steps_of_a_file(tmp_path):
 ])  # fmt: skip
 def test_schedules_are_timed_in_a_layout(options):
     usual = "--shapes 96:24:3 --shape-groups 2 --pack-tokens 300 --min-gain 0 --repeats 1"
-    done = forked("bench", *f"{usual} {options} --set num_layers=2 --json".split())
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = printed("bench", *f"{usual} {options} --set num_layers=2".split())
     assert found["alignment"]["passed"]
     [row] = found["rows"]
     dp = found["layout"]["dp"]

@@ -1,7 +1,5 @@
 """`doctor`: what it finds, what it calls a problem, and how it ends."""
 
-import json
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from megatron_prefix.layers.blocks import kernels
 from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.megatron import features
 from megatron_prefix.refusals.table import GROUPS, TABLE
-from tests.harness.command_line import forked
+from tests.harness.command_line import forked, printed
 
 REQUIREMENTS = [
     "torch>=2.6", "einops", 'tensorboard; extra == "train"',
@@ -23,9 +21,7 @@ REQUIREMENTS = [
 @pytest.fixture(scope="module")
 def report():
     """Of a process of its own, since the verb selects a platform."""
-    done = forked("doctor", "--device", "cpu", "--model", "tiny-llama", "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return printed("doctor", "--device", "cpu", "--model", "tiny-llama")
 
 
 def test_kernels_come_with_the_reason_for_each_that_is_missing(report):

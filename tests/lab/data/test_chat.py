@@ -7,7 +7,6 @@ import json
 import pytest
 
 from megatron_prefix.lab.data.importers import import_file
-from tests.harness import importing
 from tests.harness.importing import Characters, imported, refused, write
 
 CHAT_TEMPLATE = (
@@ -15,7 +14,6 @@ CHAT_TEMPLATE = (
     "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-source = importing.source  # a fixture
 
 
 def text_of(rollout):

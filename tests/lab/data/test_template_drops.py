@@ -5,11 +5,9 @@ import json
 import pytest
 
 from megatron_prefix.lab.data.importers import import_file
-from tests.harness import importing
 from tests.harness.importing import Jinja, imported, refused, write
 from tests.lab.data.test_chat import say
 
-source = importing.source  # a fixture
 HEAD = "{% for m in messages %}<{{ m.role }}>"
 TAIL = "<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 REASONING = "{% if m.reasoning_content %}[{{ m.reasoning_content | trim }}]{% endif %}"

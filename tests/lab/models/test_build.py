@@ -90,7 +90,6 @@ FIELDS = {field.name for field in dataclasses.fields(ModelSpec)}
 
 @functools.cache
 def reference(name, dtype="float64"):
-    """The same step on one rank."""
     return run_ranks(1, train_one_step, name, Layout(), dtype)[0]
 
 

@@ -19,7 +19,6 @@ from tests.harness import hf_checkpoints
 from tests.harness.ranks import run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-
 LAYERS = 4
 NAMES = {
     "deepseek": ("model.layers.4", "enorm", "hnorm", "eh_proj", "shared_head.norm"),

@@ -29,7 +29,6 @@ from tests.harness.ranks import run_ranks
 from tests.lab.models.test_hf_ahead import joined, loss_of, on_rank, sample, shorten
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-
 PATTERN, FURTHER = "MEM*-E", "*E"
 DEPTHS = 2
 FIELDS = {"mtp_num_layers": DEPTHS, "mtp_hybrid_override_pattern": FURTHER}

@@ -15,7 +15,6 @@ from megatron_prefix.lab.models.shards import Shards
 from tests.harness import hf_checkpoints
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
-
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
 

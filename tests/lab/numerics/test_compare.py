@@ -39,7 +39,6 @@ def judge(expected, found, **more):
 
 
 def changed(trace, kind, change, name=""):
-    """The trace with one of its tensors changed."""
     value = getattr(trace, kind)
     if isinstance(value, dict):
         name = name or next(iter(value))

@@ -151,7 +151,6 @@ def verdicts(job, programs=None):
 
 
 def check(seed, sizes=None):
-    """A random job that must end."""
     job = random_joint_job(random.Random(seed), sizes)
     assert not any(verdicts(job)), (seed, job.sizes, verdicts(job))
     return job
@@ -174,7 +173,6 @@ def jobs(num, sizes):
 
 
 def changed(job, rank, change):
-    """Verdicts, where one rank's program is another."""
     program = [*job.programs[rank]]
     change(program)
     programs = {**job.programs, rank: program}

@@ -23,7 +23,6 @@ from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
-
 VOCAB, GIB = 128, float(1 << 30)
 # prompt, response, rollouts, segment tokens, chunk tokens, groups; five small groups are packed; in
 # shorter segments later prompts take the rows of earlier ones.
@@ -35,8 +34,6 @@ MODELS = [
     ("tiny-llama", "none", {"mtp_num_layers": 1}, SHAPES[3:]),
 ]  # fmt: skip
 """How Megatron recomputes their layers, other fields, and the shapes of their steps."""
-
-
 STOCK = 10**9
 """With this `min_gain` nothing is shared, as in the stock schedule, where the output layer runs on
 all positions."""
@@ -168,7 +165,6 @@ def test_layers_on_the_host_are_on_the_device_for_a_visit():
 
 
 def footprint_of(spec, **execution):
-    """Of a model, computed as said."""
     return predicted.footprint_of(spec, Execution(**execution))
 
 

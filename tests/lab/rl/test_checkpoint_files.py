@@ -44,7 +44,6 @@ def train(*arguments):
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """The folder of a run of one step."""
     folder = tmp_path_factory.mktemp("good") / "run"
     arguments = ("--steps", "1", "--save-every", "1", "--output", str(folder))
     assert run_ranks(1, lambda: train(*arguments)) == [(0, "")]

@@ -87,14 +87,19 @@ def test_old_logprobs_of_the_file_are_used(tmp_path):
     assert 0 < row["train/clip_frac"] < 1
 
 
-def exploding():
-    """Two groups, the second with old log-probs that no model has: the ratio is infinite."""
-    good, bad = bundled()[:2]
-    worse = tuple(
-        replace(rollout, advantage=-1.0, old_logprobs=np.full(rollout.num_trained, -1e6))
-        for rollout in bad.rollouts
+def with_logprobs(logprob, **changes):
+    """Two groups, the second with such old log-probs."""
+    first, second = bundled()[:2]
+    given = tuple(
+        replace(rollout, old_logprobs=np.full(rollout.num_trained, logprob), **changes)
+        for rollout in second.rollouts
     )
-    return [good, Group(bad.name, worse)]
+    return [first, Group(second.name, given)]
+
+
+def exploding():
+    """Of log-probs that no model has, whose ratio is infinite."""
+    return with_logprobs(-1e6, advantage=-1.0)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
@@ -150,8 +155,7 @@ FALLBACK = {"prefix_sharing/fallback_reason": str}
 ], ids=["off", "on", "auto, falling back"])  # fmt: skip
 def test_metrics_of_every_mode(tmp_path, prefix, more, active, fallbacks):
     train(tmp_path, 2, settings(prefix=prefix), up_to_loss())
-    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [*map(json.loads, lines)]
+    rows = [*map(json.loads, (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines())]
     assert len(rows) == 2
     for row in rows:
         assert {name: type(value) for name, value in row.items()} == SCHEMA | more
@@ -175,14 +179,14 @@ def test_metrics_of_every_mode(tmp_path, prefix, more, active, fallbacks):
 
 def on_one_rank_and_two(folder, job, groups):
     """A step on one rank and on two, with the same gradients: every rank's summary."""
-    alone, two = (
-        train(
-            folder / f"dp{dp}", 1, job, groups, layout=Layout(dp=dp),
-            look=lambda trainer: snapshot.gradients(trainer.chunks),
-        )
+
+    def gradients(trainer):
+        return snapshot.gradients(trainer.chunks)
+
+    ((one, expected),), two = (
+        train(folder / f"dp{dp}", 1, job, groups, layout=Layout(dp=dp), look=gradients)
         for dp in (1, 2)
-    )  # fmt: skip
-    ((one, expected),) = alone
+    )
     for _, gradients in two:
         for name, wanted in expected.items():
             assert_close(gradients[name], wanted, one.raw_tokens, what=name)
@@ -253,13 +257,7 @@ def test_a_difference_on_any_rank_is_heard_by_all(tmp_path, monkeypatch):
 
 def test_context_parallel_ranks_train_as_one(tmp_path):
     """Two steps, compared with the stock schedule; old log-probs are the model's and given ones."""
-    first, second = bundled()[:2]
-    given = tuple(
-        replace(rollout, old_logprobs=np.full(rollout.num_trained, -3.0))
-        for rollout in second.rollouts
-    )
-    groups = [first, Group(second.name, given)]
-    job = settings(compare=True)
+    groups, job = with_logprobs(-3.0), settings(compare=True)
     for cp in (1, 2):
         for summary, _ in train(tmp_path / f"cp{cp}", 2, job, groups, layout=Layout(cp=cp)):
             assert summary.passed is True

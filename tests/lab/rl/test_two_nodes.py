@@ -17,13 +17,12 @@ import torch
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from tests.harness import forking_torchrun
-from tests.harness.command_line import forked
+from tests.harness.command_line import printed
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.ranks import run_ranks
 from tests.harness.training import assert_same, metrics_of
 
 pytestmark = pytest.mark.slow
-
 LIMIT_S = 15
 """How long a rank waits for a message."""
 SOON_S = 30
@@ -66,12 +65,9 @@ def start(temporary, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The folder of a run of four ranks on this host."""
     folder = tmp_path_factory.mktemp("undisturbed")
     more = ["--distributed-optimizer", "--output", str(folder), "--steps", str(STEPS)]
-    done = forked("train", str(BUNDLED), *TRAIN, *more)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["last_step"] == STEPS
+    assert printed("train", str(BUNDLED), *TRAIN, *more)["last_step"] == STEPS
     return folder
 
 

@@ -20,14 +20,12 @@ from tests.harness.bare_ranks import sleep_and_tell
 from tests.harness.data import REPOSITORY as ROOT
 from tests.harness.fork_server import started
 from tests.harness.ranks import run_ranks
-from tests.lab.runtime.test_starting_ranks import alive
+from tests.lab.runtime.test_starting_ranks import alive, raise_error
 
 launching = sys.modules[runtime.run_ranks.__module__]  # `runtime.launch` is the function
-
 GRACE_S = launching.GRACE_S
 SOON_S = 10.0
 """Of a loaded machine; most end within a tenth of a second."""
-
 JOB = """
     import ctypes, os, signal, sys, time
     from pathlib import Path
@@ -169,10 +167,6 @@ def test_a_rank_leaves_groups_that_nobody_answers():
     (seconds, is_left), _ = run_ranks(2, job)
     assert is_left and seconds < 2.5, "as long as the other rank takes"
     assert time.monotonic() - begin < 3 + 2 * SOON_S
-
-
-def raise_error():
-    raise ArithmeticError("the sum is not the total")
 
 
 @pytest.mark.parametrize(("verb", "code"), [(lambda: 2, 2), (raise_error, 1)])

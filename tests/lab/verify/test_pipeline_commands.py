@@ -7,7 +7,7 @@ import pytest
 
 from megatron_prefix.features.plan_files.table import from_csv
 from megatron_prefix.lab.plans import catalogue
-from tests.harness.command_line import forked
+from tests.harness.command_line import printed
 from tests.harness.data import BUNDLED
 from tests.harness.pipelines import FOLDER
 
@@ -26,11 +26,8 @@ def test_align_runs_a_plan_of_the_catalogue(rollouts):
     """With the options that the README names."""
     options = ["--baseline", "rollout", "--min-gain", "0", "--segment-tokens", "32"]
     plan = "schedules/two-level-tree-pp2.csv"
-    done = forked(
-        "align", "--rollouts", rollouts, *TWO_STAGES, *options, "--prefix-plan", plan, "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["passed"]
+    options += [*TWO_STAGES, "--prefix-plan", plan]
+    assert printed("align", "--rollouts", rollouts, *options)["passed"]
 
 
 def test_train_runs_a_plan_and_measures_it(tmp_path):
@@ -38,15 +35,13 @@ def test_train_runs_a_plan_and_measures_it(tmp_path):
     lengths = [
         "--groups", "2", "--max-tokens", "128", "--chunk-tokens", "32", "--segment-tokens", "64",
     ]  # fmt: skip
-    done = forked("plan", str(BUNDLED), *lengths, "--pp", "2", "--extra", "1", "--csv", str(plan))
-    assert done.returncode == 0, done.stderr
-    done = forked(
+    printed("plan", str(BUNDLED), *lengths, "--pp", "2", "--extra", "1", "--csv", str(plan))
+    done = printed(
         "train", str(BUNDLED), *lengths, *TWO_STAGES, "--steps", "1", "--groups-per-step", "2",
-        "--prefix-plan", str(plan), "--trace", str(trace), "--trace", str(picture), "--json",
+        "--prefix-plan", str(plan), "--trace", str(trace), "--trace", str(picture),
         "--output", str(tmp_path / "run"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["trace"] == [str(trace), str(picture)]
+    assert done["trace"] == [str(trace), str(picture)]
     programs = from_csv(plan.read_text(encoding="utf-8")).programs
     check_measured(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], programs)
     drawn = ElementTree.fromstring(picture.read_text(encoding="utf-8"))

@@ -45,6 +45,11 @@ def texts(picture):
     return [text.text or "" for text in shapes(picture, "text")]
 
 
+def box(rect):
+    """x, y, width, height."""
+    return tuple(float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
+
+
 def extent(text):
     """Left and right end of a text, by the width the drawing reckons with."""
     width = svg.CHARACTER * float(text.get("font-size", 0)) * len(text.text or "")
@@ -81,8 +86,8 @@ def test_a_long_step_is_summed_up_and_its_beginning_is_drawn(monkeypatch):
     check(picture)
     cells = [tip for tip in tips(picture) if not tip.startswith("segment")]
     assert 20 <= len(cells) < 30 < timeline.num_actions
-    thin = [rect for rect in shapes(picture, "rect") if 2.4 < float(rect.get("width", 0)) < 2.5]
-    area = sum(float(rect.get("width", 0)) * float(rect.get("height", 0)) for rect in thin)
+    sizes = [box(rect)[2:] for rect in shapes(picture, "rect")]
+    area = sum(width * height for width, height in sizes if 2.4 < width < 2.5)
     assert area / (986 * 36) == pytest.approx(timeline.busy[0] / timeline.makespan, rel=0.01)
 
 
@@ -91,7 +96,7 @@ def check(picture):
     check_labels(picture)
     width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
     for rect in shapes(picture, "rect"):
-        x, y, w, h = (float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
+        x, y, w, h = box(rect)
         assert w > 0 and h > 0
         assert 0 <= x <= x + w <= width
         assert 0 <= y <= y + h <= height
@@ -138,10 +143,7 @@ def test_ranks_of_a_job_are_drawn_with_their_messages():
 
 
 def check_labels(picture):
-    boxes = [
-        tuple(float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
-        for rect in shapes(picture, "rect")
-    ]
+    boxes = [box(rect) for rect in shapes(picture, "rect")]
     for text in shapes(picture, "text"):
         if text.get("pointer-events") != "none":
             continue
@@ -184,7 +186,6 @@ def test_tooltips_tell_what_an_action_is():
 
 
 def rows_of(trace):
-    """Names of rows, and what is drawn in them."""
     events = trace["traceEvents"]
     names = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
     return names, [one for one in events if one["ph"] == "X"]
