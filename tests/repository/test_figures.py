@@ -30,7 +30,7 @@ OTHERS = {"docs/related-work.md"}
 NOT_MEASURED = {
     "README.md": {"1.2"},  # (P + R) / R
     "docs/changelog.md": {"1.0"},  # a release
-    "docs/cuda-graphs.md": {"0.97"},  # a rule of the code
+    "docs/cuda-graphs.md": {"0.97", "8 %"},  # rules of the code
     "docs/families/hybrid.md": {"72 GiB"},  # 1,000 states
     "docs/families/mla-and-windows.md": {"1.1"},  # KiB of a latent
     "docs/families/sparse-attention.md": {"64 x", "128 x", "2,048 x"},  # products of widths
