@@ -32,7 +32,7 @@ from megatron_prefix.lab.models.optimizer import build_optimizer  # noqa: E402
 from megatron_prefix.lab.models.presets import resolve  # noqa: E402
 from tests.core.trainers import worker  # noqa: E402
 from tests.core.trainers.both import Both, Step, config_of  # noqa: E402
-from tests.core.trainers.megatron_lm_steps import run_on_cpu  # noqa: E402
+from tests.core.trainers.cpu_training import run_on_cpu  # noqa: E402
 from tests.core.trainers.verl_steps import PROMPT, SIZE, VOCAB, mine  # noqa: E402
 
 BRIDGE = "megatron.bridge"

@@ -28,7 +28,7 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import get_forward_backward_func
 from tests.core.trainers import worker
 from tests.core.trainers.both import CONFIG, Step, flat, furthest, gradients
-from tests.core.trainers.megatron_lm_steps import run_on_cpu
+from tests.core.trainers.cpu_training import run_on_cpu
 from tests.core.trainers.verl_steps import GROUPS, PROMPT, SIZE, VOCAB, rollouts, rows
 
 ARGUMENTS = miles_steps.ARGUMENTS  # slime's, with what miles has besides

@@ -14,7 +14,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.optimizer import build_optimizer
 from tests.core.trainers import worker
 from tests.core.trainers.both import Both, Step, config_of
-from tests.core.trainers.megatron_lm_steps import run_on_cpu
+from tests.core.trainers.cpu_training import run_on_cpu
 
 ARGUMENTS = slime_steps.ARGUMENTS
 vars(ARGUMENTS).update(

@@ -22,7 +22,7 @@ from megatron_prefix.run.schedule import get_forward_backward_func
 from megatron_prefix.trainers.table import NEMO_RL
 from tests.core.trainers import worker
 from tests.core.trainers.both import CONFIG, Step, furthest, gradients
-from tests.core.trainers.megatron_lm_steps import run_on_cpu
+from tests.core.trainers.cpu_training import run_on_cpu
 from tests.core.trainers.verl_steps import GROUPS, PROMPT, SIZE, rollouts, rows
 
 PACKING = {

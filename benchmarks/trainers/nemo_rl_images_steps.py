@@ -30,7 +30,7 @@ from megatron_prefix.lab.models.build import unwrap  # noqa: E402
 from megatron_prefix.trainers.table import NEMO_RL  # noqa: E402
 from tests.core.trainers import worker  # noqa: E402
 from tests.core.trainers.both import Both, Step, config_of  # noqa: E402
-from tests.core.trainers.megatron_lm_steps import run_on_cpu  # noqa: E402
+from tests.core.trainers.cpu_training import run_on_cpu  # noqa: E402
 from tests.harness import vision  # noqa: E402
 
 QWEN3 = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"

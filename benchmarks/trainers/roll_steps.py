@@ -22,11 +22,12 @@ stand_ins.for_megatron()
 from megatron.core.transformer.moe.router_replay import RouterReplay  # noqa: E402
 
 from benchmarks.trainers import recorded  # noqa: E402
+from benchmarks.trainers.megatron_lm_steps import take_sequence_parallelism  # noqa: E402
 from megatron_prefix.lab import runtime  # noqa: E402
 from megatron_prefix.trainers.table import ROLL  # noqa: E402
 from tests.core.trainers import engine_routes, worker  # noqa: E402
 from tests.core.trainers.both import Both, Step, config_of  # noqa: E402
-from tests.core.trainers.megatron_lm_steps import run_on_cpu, take_sequence_parallelism  # noqa: E402
+from tests.core.trainers.cpu_training import run_on_cpu  # noqa: E402
 from tests.core.trainers.verl_steps import ANSWER, GROUPS, PROMPT, SIZE, mine  # noqa: E402
 from tests.oracle import attention  # noqa: E402
 

@@ -25,7 +25,7 @@ from megatron_prefix.lab.models.build import build_model  # noqa: E402
 from megatron_prefix.lab.models.presets import resolve  # noqa: E402
 from tests.core.trainers import worker  # noqa: E402
 from tests.core.trainers.both import Both, Step, config_of  # noqa: E402
-from tests.core.trainers.megatron_lm_steps import run_on_cpu  # noqa: E402
+from tests.core.trainers.cpu_training import run_on_cpu  # noqa: E402
 from tests.core.trainers.verl_steps import (  # noqa: E402
     ANSWER,
     PROMPT,

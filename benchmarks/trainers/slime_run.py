@@ -82,7 +82,7 @@ def on_cpu() -> None:
     from megatron_prefix.lab.platforms import cpu
 
     cpu.enable()
-    from tests.core.trainers.megatron_lm_steps import run_on_cpu
+    from tests.core.trainers.cpu_training import run_on_cpu
 
     run_on_cpu()
     torch.compiler.set_stance("force_eager")

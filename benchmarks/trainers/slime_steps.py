@@ -28,7 +28,7 @@ from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import resolve
 from tests.core.trainers import worker
 from tests.core.trainers.both import Both, Step, changed, config_of
-from tests.core.trainers.megatron_lm_steps import run_on_cpu
+from tests.core.trainers.cpu_training import run_on_cpu
 from tests.core.trainers.verl_steps import (
     GROUPS,
     PROMPT,

@@ -30,7 +30,7 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from tests.core.trainers import worker
 from tests.core.trainers.both import Both, Step, changed, config_of
-from tests.core.trainers.megatron_lm_steps import run_on_cpu
+from tests.core.trainers.cpu_training import run_on_cpu
 from tests.core.trainers.verl_steps import PROMPT, VOCAB, rows
 from tests.harness import lora
 

@@ -23,7 +23,8 @@ def _torch() -> None:
     """What verl and Megatron ask of `torch.cuda`, and of torch's groups."""
     stand_ins.for_megatron()
     cpu.enable()
-    from tests.core.trainers.megatron_lm_steps import run_on_cpu, take_sequence_parallelism
+    from benchmarks.trainers.megatron_lm_steps import take_sequence_parallelism
+    from tests.core.trainers.cpu_training import run_on_cpu
 
     run_on_cpu()
     take_sequence_parallelism()

@@ -1,9 +1,5 @@
-"""Ranks that share experts, with rollouts of their own number and shape, or with none at all.
-
-Megatron's own schedule cannot run such a step where ranks share experts, so the reference is its
-step on one rank with all rollouts and all experts: with a per-token loss a sum over rollouts does
-not ask who computed them.
-"""
+"""Ranks that share experts, with rollouts of their own number and shape, or with none at all: which
+Megatron's own schedule cannot run. The reference is its step on one rank with everything."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,9 +1,5 @@
-"""Ranks issue all their collectives in orders that can be merged into one, whatever they run.
-
-Reductions of gradients that start during backwards, experts' exchanges of tokens, sums of counts,
-and what ranks tell one another: where two ranks have two orders of two of these, each may wait for
-the other on a GPU.
-"""
+"""Ranks issue all their collectives in orders that can be merged into one, whatever they run: where
+two ranks have two orders, each may wait for the other on a GPU."""
 
 import contextlib
 import inspect

@@ -29,18 +29,6 @@ def test_mode_off_is_megatrons_schedule():
     assert schedule.report is None and installed(model) is None
 
 
-def test_mode_observe_runs_stock_and_says_what_would_be_saved():
-    model, twin = small_model(), small_model()
-    schedule = schedule_with(mode="observe")
-    assert_bitwise(run(schedule, model), run(stock_schedule(), twin))
-    report = schedule.report
-    assert report is not None and installed(model) is None
-    assert (report.forest.raw_tokens, report.forest.executed_tokens) == (85, 33)
-    assert report.decision.share is False and report.decision.fallback is False
-    assert report.decision.reason == "mode observe" and report.decision.predicted_speedup > 1
-    assert report.fallback_count == 0
-
-
 def test_mode_auto_falls_back_loudly(caplog):
     model, twin = small_model(), small_model()
     schedule = schedule_with(mode="auto", min_speedup=3.2)

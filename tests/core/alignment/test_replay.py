@@ -1,7 +1,4 @@
-"""Routers that follow given routes, on several ranks: against Megatron's schedule and RouterReplay.
-
-One process and random trees are in tests/test_cases.py.
-"""
+"""Routers that follow given routes, on several ranks: against Megatron's schedule, replaying."""
 
 from dataclasses import dataclass, replace
 

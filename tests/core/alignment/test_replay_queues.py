@@ -1,8 +1,5 @@
-"""Routers that take their routes from a queue inside Megatron's top-k, as in slime and in miles.
-
-The queues are stand-ins of theirs: an entry a microbatch, in their order, and a stage for all
-queues that is slime's variable of the environment or miles' attribute of an object.
-"""
+"""Routers that take their routes from a queue inside Megatron's top-k, as in slime and in miles:
+stand-ins of theirs."""
 
 import types
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""Routes of model calls of every form: rows and packs of several samples, on ranks that cut them.
-
-Ours reads from the routers what they follow, in the layout of each rank's own calls.
-"""
+"""Routes of model calls of every form: rows and packs of several samples, which ranks cut."""
 
 from collections.abc import Sequence
 from dataclasses import replace

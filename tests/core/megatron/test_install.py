@@ -1,23 +1,16 @@
 """Hooks on a model: installing and taking them back, and that nothing else changes."""
 
-import contextlib
 import functools
 
 import pytest
-import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.attention import Attention
-from megatron_prefix.layers.blocks.interface import Runs
-from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron import parents
 from megatron_prefix.megatron.install import install, uninstall
-from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.tree import Segment, Span
-from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import steps
 from tests.harness.one_group import items, run
 from tests.harness.one_rank import small_model
@@ -192,24 +185,3 @@ def test_one_instance_has_another_parent(kind):
             assert model.forward(x=1) == 120
         assert (model.forward(1), parents.forward(model, Model)(1)) == (40, 4)
     assert (model.forward(1), type(model), vars(model)) == (20, kind, {})
-
-
-# Hooks on a model while a segment runs ------------------------------------------------------------
-
-
-def context(positions):
-    """A wave of one rollout without ancestors, at any positions."""
-    num = len(positions)
-    segment = Segment((Span(0, num, num, (0,)),), inner=False, scored=True)
-    cache = SidecarCache(payload_map([segment]), [Form.POSITIONS] * 2)
-    return SegmentContext(0, False, Runs.own((num,)), torch.tensor(positions), cache)
-
-
-def test_what_runs_is_taken_back_after_an_exception():
-    model = small_model()
-    hooks = install(model)
-    with contextlib.suppress(KeyboardInterrupt), hooks.running(context([0]), scored=False):
-        assert hooks.current is not None and unwrap(model).post_process is False
-        raise KeyboardInterrupt
-    assert hooks.current is None and unwrap(model).post_process is True
-    assert model(*[torch.arange(4)[None]] * 2, None).shape == (1, 4, 128)

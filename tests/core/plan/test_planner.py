@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.planner import backward_order, best_plan, loss_ready_after, make_plan
-from megatron_prefix.plan.timetable import StageMessage, message_gaps, timetable
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.fuzzing import rounds
 from tests.harness.plans import random_case, run
@@ -170,33 +169,3 @@ def test_random_plans_run(seed):
         assert timeline.num_actions == 2 * len(case.forest.segments) * case.num_ranks * chunks
         work = 3 * sum(segment.padded_length for segment in case.forest.segments)
         assert timeline.busy == pytest.approx([work] * case.num_ranks)
-
-
-# One order of actions and messages for all ranks: nothing can wait in a circle, whatever blocks
-
-
-@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 1), (4, 1), (3, 2), (2, 3)])
-def test_messages_leave_after_their_action_and_arrive_before_use(num_ranks, num_chunks):
-    forest = build(*flat_rollouts(64, 16, 4, 2), TreeOptions(segment_tokens=16))
-    plan = make_plan(forest, num_ranks, num_chunks=num_chunks)
-    place = {}
-    for number, entry in enumerate(timetable(plan)):
-        assert entry not in place
-        place[entry] = number
-    messages = [key for key in place if isinstance(key, StageMessage)]
-    assert len(messages) == 2 * (plan.num_stages - 1) * len(forest.segments)
-    for sender, receiver, made_by, used_by in messages:
-        here = place[StageMessage(sender, receiver, made_by, used_by)]
-        assert place[sender, made_by] < here < place[receiver, used_by]
-        assert made_by[:2] == used_by[:2]
-        step = 1 if made_by.kind == "F" else -1
-        stages = plan.stage(sender, made_by.chunk), plan.stage(receiver, used_by.chunk)
-        assert stages[1] - stages[0] == step
-    for rank in range(num_ranks):
-        actions = [entry for entry in timetable(plan) if not isinstance(entry, StageMessage)]
-        assert tuple(action for of, action in actions if of == rank) == plan.programs[rank]
-        gaps = message_gaps(plan, rank)
-        assert len(gaps) == 2 * len(plan.programs[rank]) + 1
-        ours = [m for m in sorted(messages, key=place.__getitem__) if rank in m[:2]]
-        assert [message for gap in gaps for message in gap] == ours
-        assert not any(gaps[1::2])  # nothing crosses data-parallel ranks

@@ -4,7 +4,7 @@
         FOLDER/pretrain_gpt.py --num-layers 2 ... --prefix-schedule on
 
 Nothing of the script is changed. What megatron.training asks of a GPU is answered or left out
-(`megatron_lm_steps.run_on_cpu`), and what `train_step` returns is kept: with `STEPS=FILE` rank r
+(`cpu_training.run_on_cpu`), and what `train_step` returns is kept: with `STEPS=FILE` rank r
 writes FILE.r, a line of JSON a step with its losses and gradient norm, and at the end a digest of
 the parameters.
 """
@@ -19,7 +19,7 @@ from tests.core.trainers import stand_ins
 
 stand_ins.for_megatron()
 
-from tests.core.trainers.megatron_lm_steps import leave_out_gpus, run_on_cpu  # noqa: E402
+from tests.core.trainers.cpu_training import leave_out_gpus, run_on_cpu  # noqa: E402
 
 
 class Kept:

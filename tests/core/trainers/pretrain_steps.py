@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from megatron_prefix.lab import runtime  # noqa: E402
 from megatron_prefix.lab.cli import script as command  # noqa: E402
 from tests.core.trainers import worker  # noqa: E402
-from tests.core.trainers.megatron_lm_steps import ARGUMENTS, LENGTH, VOCAB, run_on_cpu  # noqa: E402
+from tests.core.trainers.cpu_training import ARGUMENTS, LENGTH, VOCAB, run_on_cpu  # noqa: E402
 
 ON_CPU = str(Path(__file__).with_name("on_cpu.py"))
 FLAGS = (

@@ -1,8 +1,5 @@
-"""Megatron-LM's own training loop through `megatron_prefix.run`: stock against prefix.
-
-The loop is that of the wheel, which has no pretrain_gpt.py: pretrain_script.py is as much of it as
-is needed here. A checkout's pretrain_gpt.py runs by the command in pretrain_steps.py.
-"""
+"""Megatron-LM's own training loop through `megatron_prefix.run`: stock against prefix. The loop is
+that of the wheel, and pretrain_script.py as much of pretrain_gpt.py as is needed here."""
 
 import json
 import math
@@ -14,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.trainers.trajectories import distance
 from megatron_prefix.lab.numerics import tolerance
 from tests.core.trainers.registry import installed
-from tests.core.trainers.trajectories import distance
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("pretrain_script.py")

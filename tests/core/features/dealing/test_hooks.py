@@ -1,7 +1,5 @@
-"""Hooks of slime, miles and NeMo-RL: whole groups in their own forms, or their own dealing.
-
-Their functions are stood in for; benchmarks/trainers/dealing_steps.py has their own sources.
-"""
+"""Hooks of slime, miles and NeMo-RL, whose functions are stood in for: whole groups in their own
+forms, or their own dealing. benchmarks/trainers/dealing_steps.py has their own sources."""
 
 import contextlib
 import itertools

@@ -1,6 +1,6 @@
 """How far two runs of a training loop are apart, by the files that on_cpu.py wrote.
 
-    python -m tests.core.trainers.trajectories STOCK PREFIX
+    python -m benchmarks.trainers.trajectories STOCK PREFIX
 
 STOCK and PREFIX are what `STEPS` was in the two runs: each has a file a rank. Prints a row for
 docs/results.md; the exit code is 1 where the policy does not allow the difference.
