@@ -199,12 +199,6 @@ def random_trees(rng, depth=3):
     return roots, [rng.randrange(n) if rng.random() < 0.3 else n - 1 for n in lengths]
 
 
-def forest_of_nodes(roots, first, options):
-    lengths = _lengths(roots, len(first))
-    segments = tuple(Packing(roots, first, options, range(len(first))).segments)
-    return Forest(segments, lengths, tuple(first), options.multiple)
-
-
 def _lengths(roots, num):
     lengths = [0] * num
     for node in preorder(roots):

@@ -2,15 +2,12 @@
 
 import collections
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab import runtime
@@ -23,6 +20,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.tree.payload_map import payload_map
+from tests.core.alignment.test_issue_order import recorded
 from tests.harness.data import BUNDLED
 from tests.harness.predicted import predicted_bytes
 from tests.harness.ranks import run_ranks
@@ -85,57 +83,24 @@ GROUPS = [*generate(2, 15, 34, 3, vocab_size=64, uneven=True, tree="turns", dept
 """Turns are trained, and shared."""
 
 
-class Traffic(TorchDispatchMode):
-    """Counts what this rank gives to the collectives of one group: by kind and elements."""
-
-    def __init__(self, group):
-        super().__init__()
-        self._name = group.group_name
-        self.seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and self._name in _groups(args):
-            kind = str(func)
-            given = (
-                args[1]
-                if kind in ("c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default")
-                else args[0]
-            )
-            for tensor in given if isinstance(given, Sequence) else [given]:
-                self.seen[kind.split(".")[1].strip("_"), tensor.dtype, tensor.numel()] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _groups(args):
-    found = []
-    for argument in args:
-        if isinstance(argument, torch.ScriptObject):
-            try:
-                found.append(dist.ProcessGroup.unbox(argument).group_name)
-            except RuntimeError:
-                continue  # a reduce operation
-    return found
+def gives(issued, given):
+    """What a rank gives to a collective: its group, its kind, and elements of a type."""
+    names = {"input_tensor", "input", "tensor"} & given.keys()
+    return issued.group, issued.kind, *((given[n].dtype, given[n].numel()) for n in names)
 
 
 def expected_traffic(forest, program, num_layers, width, recompute, reduce, num_local):
-    """K/V there and gK/gV back, a number a token of a scored segment, and the tokens once.
-
-    Of the last layer of a segment without loss nobody reads the output: only K and V are there.
-
-    Args:
-        program: the actions of the only stage.
-        width: elements of a token's K, and of its V, in one layer.
-        num_local: positions of this rank's microbatches.
-    """
-    size = 2
+    """K/V there and gK/gV back, each of `width` elements a token and layer, a number a token of a
+    scored segment, and the tokens once. Of the last layer of a segment without loss nobody reads
+    the output: only K and V are there."""
+    size, seen = 2, collections.Counter()
     layout = payload_map(forest.segments, program, size, size if reduce == "wave" else 1)
-    seen: collections.Counter[tuple[str, torch.dtype, int]] = collections.Counter()
 
     def gather(rows, times):
-        seen["allgather_base", torch.float64, rows * 2 * width] += times
+        seen["all_gather_into_tensor", (torch.float64, rows * 2 * width)] += times
 
     def scatter(rows, times):
-        seen["reduce_scatter_base", torch.float64, size * rows * 2 * width] += times
+        seen["reduce_scatter_tensor", (torch.float64, size * rows * 2 * width)] += times
 
     for index, segment in enumerate(forest.segments):
         rows = segment.padded_length // size
@@ -150,10 +115,10 @@ def expected_traffic(forest, program, num_layers, width, recompute, reduce, num_
             gather(sum(level.keys), attending * 2)  # recomputation shares the backward's
             scatter(sum(level.keys), attending)
         if segment.scored:
-            seen["allgather_base", torch.float64, rows] += 1
-            seen["reduce_scatter_base", torch.float64, size * rows] += 1
-    seen["allgather_base", torch.int64, 3 * num_local] += 1
-    seen["allreduce", torch.int64, 2] += 3  # ranks agree before, between and after segments
+            seen["all_gather_into_tensor", (torch.float64, rows)] += 1
+            seen["reduce_scatter_tensor", (torch.float64, size * rows)] += 1
+    seen["all_gather_into_tensor", (torch.int64, 3 * num_local)] += 1
+    seen["all_reduce", (torch.int64, 2)] += 3  # ranks agree before, between and after segments
     return seen
 
 
@@ -161,11 +126,13 @@ def traffic(recompute, reduce, options):
     layout, model = Layout(cp=2), resolve("tiny-llama", num_layers=2).with_vocab(64)
     runtime.initialize(layout)
     chunks = build_model(model, layout=layout, dtype="float64", recompute=recompute)
-    items = align.microbatches(GROUPS, 7, layout.alignment)
-    items = align.on_this_cp_rank(items)
+    items = align.on_this_cp_rank(align.microbatches(GROUPS, 7, layout.alignment))
     schedule = PrefixSchedule(PrefixConfig(min_gain=0, cp_reduce=reduce, **options))
-    with Traffic(parallel_state.get_context_parallel_group()) as counted:
+    found = []
+    with recorded(found, gives):
         align.run_step(schedule, chunks, items)
+    ranks = parallel_state.get_context_parallel_group().group_name
+    seen = collections.Counter((kind, *what) for group, kind, *what in found if group == ranks)
     forest, program = schedule.report.forest, schedule.report.plan.actions_of(0, 0)
     together = max(len({*numbers}) for numbers in trees(forest.segments))
     assert (together > 1) == (options == PACKED)
@@ -175,7 +142,7 @@ def traffic(recompute, reduce, options):
     expected = expected_traffic(
         forest, program, model.num_layers, width, recompute == "full", reduce, num_local
     )
-    return counted.seen, expected
+    return seen, expected
 
 
 CHUNKED = {"chunk_tokens": 16, "segment_tokens": 48}

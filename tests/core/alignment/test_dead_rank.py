@@ -15,12 +15,10 @@ from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout, RankError
 from megatron_prefix.lab.runtime.groups import RENDEZVOUS
-from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.run.execute.inputs import SegmentInputs
-from megatron_prefix.run.execute.messages import Links, channels_of
+from megatron_prefix.run.execute.messages import channels_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.tree import Segment, Span
 from tests.harness.pipelines import build_chunks, config_of, microbatches, rollouts_of
 from tests.harness.ranks import forked, run_ranks
 from tests.harness.steps import Contract, run
@@ -39,7 +37,7 @@ def die_behind_the_third_segment(self, model, index, *others, **options):
 stock_call = SegmentInputs.call
 
 
-def step_of(layout):
+def step_of(layout, **prefix):
     """A rank's part of a step; data-parallel ranks send prompts to one another."""
     runtime.initialize(layout)
     groups, vocab = rollouts_of("several-groups")
@@ -47,8 +45,8 @@ def step_of(layout):
         number = dist.get_rank()
         groups = [replace(group, rollouts=group.rollouts[number::2]) for group in groups]
     chunks, items = build_chunks(layout, vocab), microbatches(groups)
-    across = {"across_ranks": "on"} if layout.dp > 1 else {}
-    ours = PrefixSchedule(config_of("several-groups", layout, **across))
+    prefix |= {"across_ranks": "on"} if layout.dp > 1 else {}
+    ours = PrefixSchedule(config_of("several-groups", layout, **prefix))
     return lambda: run(ours, Contract().step, chunks, items)
 
 
@@ -128,28 +126,6 @@ def test_a_rank_without_memory_ends_the_step_of_all(layout):
 TIMEOUT = timedelta(seconds=3)
 
 
-def wait_for_a_silent_neighbour():
-    """Rank 0 waits for a gradient that rank 1, alive, never sends."""
-    runtime.initialize(Layout(dp=2))
-    group = dist.new_group([0, 1], timeout=TIMEOUT)
-    channels = channels_of(group, torch.device("cpu"))
-    dist.barrier()
-    if dist.get_rank() == 1:
-        time.sleep(2 * TIMEOUT.total_seconds())
-        return "", 0.0
-    action = Action("B", 0)
-    segment = Segment((Span(0, 4, 4, (0,)),), inner=False, scored=True)
-    plan = Plan((segment,), ((Action("F", 0), action), (Action("F", 0), action)))
-    links = Links(channels, plan, lambda _: (4,), torch.float32, torch.device("cpu"), True)
-    links.advance()
-    links.send(Action("F", 0), torch.zeros(4))
-    links.advance()
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
-        links.receive(action)
-    return str(caught.value), time.monotonic() - begin
-
-
 def stop_among_others(layout):
     """A rank's part: one of them is stopped, as a debugger does it, while the others add up."""
     runtime.initialize(layout, message_timeout_minutes=TIMEOUT.total_seconds() / 60)
@@ -180,10 +156,3 @@ def limits(layout):
 
 def test_every_process_group_has_the_time_limit():
     assert run_ranks(4, limits, Layout(pp=2, tp=2)) == [{timedelta(minutes=2.5)}] * 4
-
-
-def test_a_silent_rank_is_given_up_after_the_timeout():
-    message, seconds = run_ranks(2, wait_for_a_silent_neighbour)[0]
-    assert message.startswith("pipeline rank 0, waiting for B0 of pipeline rank 1")
-    assert "A neighbour has failed" in message
-    assert 0.9 * TIMEOUT.total_seconds() <= seconds <= 3 * TIMEOUT.total_seconds()

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
@@ -116,9 +115,6 @@ def test_whole_segments_change_nothing(name, monkeypatch):
     assert verdict.passed, verdict.failures
     assert verdict.grad_max_rel_diff <= verdict.tolerance < 1e-12
     assert verdict.executed_tokens < verdict.raw_tokens
-
-
-Advantages = Callable[[np.random.Generator, int], np.ndarray]
 
 
 def _zero_sum(draw, num):

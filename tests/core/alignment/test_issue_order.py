@@ -39,19 +39,21 @@ class Issued(NamedTuple):
 
 
 @contextlib.contextmanager
-def recorded(into: list[Issued]) -> Iterator[None]:
-    """Writes down what this rank issues to groups of several ranks."""
+def recorded(into: list[Any], gives: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Writes down what this rank issues to groups of several ranks, or what `gives` says of it."""
     inside = [False]  # all_gather_object calls others
 
     def recording(kind: str, stock: Any) -> Any:
         parameters = inspect.signature(stock)
 
         def issue(*args: Any, **kwargs: Any) -> Any:
-            group = parameters.bind(*args, **kwargs).arguments.get("group") or dist.group.WORLD
+            given = parameters.bind(*args, **kwargs).arguments
+            group = given.get("group") or dist.group.WORLD
             if inside[0] or group.size() == 1:
                 return stock(*args, **kwargs)
             ranks = tuple(dist.get_process_group_ranks(group))
-            into.append(Issued(kind, group.group_name, ranks))
+            issued = Issued(kind, group.group_name, ranks)
+            into.append(gives(issued, given) if gives else issued)
             inside[0] = True
             try:
                 return stock(*args, **kwargs)

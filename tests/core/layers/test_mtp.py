@@ -27,20 +27,20 @@ from tests.harness.failures import Countdown, Fault
 from tests.harness.mtp_keyword import keyword
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import small_model
-from tests.harness.steps import Contract, Microbatch
+from tests.harness.steps import Contract
 
 FACTOR = 3.0
 """Of the loss: what is wrong in it must not vanish beside the model's own."""
 
 
-def model_of(**options: Any) -> Any:
+def model_of(**options):
     """A small model with the layer; equal arguments give equal weights."""
     over = {"mtp_loss_scaling_factor": FACTOR, **options.pop("config_overrides", {})}
     spec = {"mtp_num_layers": 1, **options.pop("spec", {})}
     return small_model(spec=spec, config_overrides=over, **options)
 
 
-def masked() -> list[Microbatch]:
+def masked():
     """Labels are zero where they carry no loss, and prompts that begin alike go on differently."""
     found = hybrid.items()
     draw = np.random.default_rng(7)
@@ -60,9 +60,7 @@ class Found(NamedTuple):
     logged: dict[str, Tensor]
 
 
-def run(
-    schedule: Any, model: Any, contract: Contract, items: list[Microbatch], **options: Any
-) -> Found:
+def run(schedule, model, contract, items):
     """A step of a trainer; biases of experts are put back afterwards."""
     tracker, inner = MTPLossLoggingHelper.tracker, unwrap(model)
     tracker.clear()
@@ -70,8 +68,7 @@ def run(
     MTPLossAutoScaler.set_loss_scale(torch.tensor(17.0))  # of another step
     before = [buffer.clone() for buffer in inner.buffers()]
     contract.configure(model)
-    step = options.pop("step", contract.step)
-    logs, gradients = steps.run(schedule, step, model, items, **options)
+    logs, gradients = steps.run(schedule, contract.step, model, items)
     logged = {name: value.clone() for name, value in tracker.items() if "values" in name}
     logged |= logged_losses()
     logged |= {name: one.clone() for name, one in inner.named_buffers() if "bias" in name}
@@ -80,7 +77,7 @@ def run(
     return Found(logs, gradients, logged)
 
 
-def assert_same(found: Found, expected: Found, items: list[Microbatch]) -> None:
+def assert_same(found, expected, items):
     """By the numerics policy; Megatron keeps its log in float32."""
     num = sum(item["tokens"].numel() for item in items)
     steps.assert_gradients(found.gradients, expected.gradients, num)
@@ -125,18 +122,6 @@ def executed_without(items):
     model = model_of(spec={"mtp_num_layers": None})
     steps.call(schedule, Contract().step, model, items)
     return schedule.report.forest.executed_tokens
-
-
-def without(name):
-    """A forward step whose model call lacks an argument."""
-
-    def step(data_iterator, model):
-        def call(*args, **named):
-            return model(*args, **{**named, name: None})
-
-        return Contract().step(data_iterator, call)
-
-    return step
 
 
 def test_microbatches_without_any_loss():
@@ -205,11 +190,10 @@ def test_a_step_that_is_made_again_logs_once():
     assert_same(found, expected, items)
 
 
-def refused(match, model, contract=None, **options):
+def refused(match, model, contract=None):
     """Refused in mode "on"; in mode "auto" the stock schedule, or its own error."""
-    items, contract = options.pop("items", None) or hybrid.items(), contract or Contract()
     with pytest.raises(CannotShare, match=match):
-        run(schedule_with(), model, contract, items, **options)
+        run(schedule_with(), model, contract or Contract(), hybrid.items())
 
 
 def test_a_trainer_that_puts_back_what_an_earlier_step_had_there():

@@ -190,29 +190,3 @@ def test_a_changed_plan_is_shown_or_refused_in_one_line(tmp_path, number):
         path.write_bytes(fuzzing.changed_cells(rng, text))
         bad[seed] = fuzzing.fault("show", str(path), "--svg", picture)
     assert not {seed: fault for seed, fault in bad.items() if fault}
-
-
-def test_a_timeline_by_hand():
-    """Two stages; F0 4, F1 2, F2 2 tokens, backwards twice that."""
-    plan = ruled_plan(flat_forest(), 2, run_ahead=1)
-    timeline = simulate(plan)
-    wanted = [
-        [("F0", 0, 4), ("F1", 4, 6), ("F2", 6, 8), ("B1", 10, 14), ("B2", 16, 20), ("B0", 28, 36)],
-        [
-            ("F0", 4, 8), ("F1", 8, 10), ("B1", 10, 14), ("F2", 14, 16), ("B2", 16, 20),
-            ("B0", 20, 28),
-        ],
-    ]  # fmt: skip
-    # B1 of rank 1 ends at 14, so rank 0 begins it there.
-    wanted[0][3], wanted[0][4] = ("B1", 14, 18), ("B2", 20, 24)
-    found = [
-        [(str(e.action), e.start, e.end) for e in timeline.events if e.rank == rank]
-        for rank in (0, 1)
-    ]
-    assert found == wanted
-    assert timeline.makespan == 36
-    assert timeline.busy == (24, 24)
-    assert timeline.bubble_fractions == (1 - 24 / 36, 1 - 24 / 36)
-    assert timeline.peak_positions == (8, 6)
-    assert timeline.peak_live_positions == 8
-    assert (timeline.num_actions, timeline.num_ranks, timeline.unit) == (12, 2, "tokens")

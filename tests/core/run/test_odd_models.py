@@ -6,7 +6,6 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.megatron.install import uninstall
 from megatron_prefix.refusals import table
 from megatron_prefix.run.read.random_numbers import RandomUse
 from tests.harness import steps
@@ -14,22 +13,6 @@ from tests.harness.one_group import items, run, schedule_with
 from tests.harness.one_rank import small_model
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
-
-
-def plain_model(**spec):
-    return small_model(wrap_ddp=False, spec=spec)
-
-
-def test_hooks_on_gradients_are_refused_in_any_step():
-    model, schedule = plain_model(), schedule_with()
-    run(schedule, model)
-    parameter = next(model.parameters())
-    handle = parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-    with pytest.raises(CannotShare, match="hooks on the gradient"):
-        run(schedule, model)
-    handle.remove()
-    run(schedule, model)
-    uninstall(model)
 
 
 # Random numbers that a model draws inside its call, and what may move a generator -----------------

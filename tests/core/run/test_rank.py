@@ -54,22 +54,6 @@ def test_a_tower_that_comes_later_is_seen():
         assert images.runs_outside
 
 
-def test_what_is_refused_of_options_is_that_of_now():
-    with one_rank():
-        model = small_model()
-        config = Rank.of([model]).config
-        assert Rank.of([model]).model.refused == [] and Rank.of([model]).model.other_steps is None
-        for name, value in (("flash_decode", True), ("quant_recipe", object())):
-            before = getattr(config, name, None)
-            setattr(config, name, value)
-            (reason,) = Rank.of([model]).model.refused
-            assert reason.text.startswith(name)
-            setattr(config, name, before)
-            assert Rank.of([model]).model.refused == []
-        config.delay_wgrad_compute = True
-        assert Rank.of([model]).model.other_steps is not None
-
-
 # Who runs a call: ways to Megatron's schedule, and the way to segments ----------------------------
 
 

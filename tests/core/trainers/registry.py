@@ -6,6 +6,7 @@ so while the other packages are installed.
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -46,14 +47,30 @@ def installed(name, beside=HERE):
     return folder
 
 
-def printed_by_newer(module):
-    """The last line of a module's output, run as a script with the newer Megatron-Core."""
-    folders = [str(installed("megatron")), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module],
-        cwd=HERE.parents[2], capture_output=True, text=True, timeout=500,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+def ran(module, *words, **environ):
+    """A module that has run as a script, with these variables besides."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, *words], cwd=HERE.parents[2],
+        env={**os.environ, **environ}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
+
+
+def printed(num, module, *words, **environ):
+    """So many lines of JSON that it has printed."""
+    done = ran(module, *words, **environ)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    assert len(lines) == num, done.stdout[-2000:] + done.stderr[-4000:]
+    return list(map(json.loads, lines))
+
+
+def newer():
+    """PYTHONPATH with the newer Megatron-Core."""
+    return os.pathsep.join([str(installed("megatron")), *filter(None, sys.path)])
+
+
+def printed_by_newer(module):
+    """The last line of a module's output, run as a script with that."""
+    done = ran(module, PYTHONPATH=newer())
     assert not done.returncode, done.stderr[-4000:]
     return done.stdout.splitlines()[-1]
 

@@ -1,11 +1,7 @@
 """Megatron-LM's own training loop through `megatron_prefix.run`: stock against prefix. The loop is
 that of the wheel, and pretrain_script.py as much of pretrain_gpt.py as is needed here."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +9,8 @@ import torch
 
 from benchmarks.trainers.trajectories import distance
 from megatron_prefix.lab.numerics import tolerance
-from tests.core.trainers.registry import installed
+from tests.core.trainers.registry import newer, printed
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("pretrain_script.py")
 LAYOUTS = ("pp2-dp2", "tp2-pp2-packed", "tp2-pp2-mtp")
 """With "mtp" the model has a layer of multi-token prediction, whose loss counts as much as its own.
@@ -31,14 +26,9 @@ TOKENS = 8 * 64
 @pytest.fixture(scope="module")
 def runs():
     """Per run and rank what every step gave, and at the end a digest of the parameters."""
-    folders = [str(installed("megatron")), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.core.trainers.pretrain_steps", str(SCRIPT), *RUNS],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
-    )  # fmt: skip
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"run"')]
-    assert [line["run"] for line in lines] == RUNS, done.stderr[-4000:]
+    words = "tests.core.trainers.pretrain_steps", str(SCRIPT), *RUNS
+    lines = printed(len(RUNS), *words, PYTHONPATH=newer())
+    assert [line["run"] for line in lines] == RUNS
     assert not any(line["error"] for line in lines), [line["error"] for line in lines]
     return {line["run"].rpartition(" ")[0]: line["ranks"] for line in lines}
 

@@ -1,19 +1,14 @@
 """verl of the registry runs its own engine steps with the prefix schedule in Megatron's place."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.trainers.verl_run import write_plugin
 from megatron_prefix.features.watch.around import WATCHED
 from tests.core.trainers.both import Step
-from tests.core.trainers.registry import installed
+from tests.core.trainers.registry import installed, printed
 
-ROOT = Path(__file__).parents[3]
 LAYOUTS = ("tp2-pp2", "cp2-fused", "pp2-mtp-detached-recompute", "1-mtp-detached", "1-plugin")
 """The last one with the schedule that verl's plugin puts into its engine."""
 FORMS = {
@@ -28,13 +23,8 @@ ON = {f"MEGATRON_PREFIX_{name}": text for name, text in SETTINGS.items()}
 
 def run(*layouts, **environ):
     """What every layout's ranks saw; one process imports verl for all of them."""
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.core.trainers.verl_steps", str(installed("verl")), *layouts],
-        cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    lines = [line for line in found.stdout.splitlines() if line.startswith('{"layout"')]
-    assert len(lines) == len(layouts), found.stdout[-2000:] + found.stderr[-4000:]
-    return {run["layout"]: run for run in map(json.loads, lines)}
+    words = "tests.core.trainers.verl_steps", str(installed("verl")), *layouts
+    return {run["layout"]: run for run in printed(len(layouts), *words, **environ)}
 
 
 @pytest.fixture(scope="module")

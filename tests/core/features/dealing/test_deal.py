@@ -1,6 +1,5 @@
 """Rollouts dealt to ranks: each once, whole groups, balanced by what ranks run."""
 
-import json
 import math
 import os
 import subprocess
@@ -25,7 +24,7 @@ from megatron_prefix.features.dealing.verl import (
 )
 from megatron_prefix.lab.plans.dealing import balanced_parts
 from tests.core.trainers import verl_batches
-from tests.core.trainers.registry import installed
+from tests.core.trainers.registry import installed, printed
 from tests.harness.data import REPOSITORY
 
 
@@ -148,14 +147,8 @@ HOOK = "megatron_prefix.auto.whole_groups"
 def balanced():
     """What verl's two trainers did with the batch of tests/core/trainers/verl_batches.py, by their
     own method and by the one that is in its place."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.core.trainers.verl_batches", str(installed("verl"))],
-        cwd=REPOSITORY, env={**os.environ, "VERL_USE_EXTERNAL_MODULES": HOOK},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"trainer"')]
-    assert len(lines) == 4, done.stderr[-4000:]
-    found = list(map(json.loads, lines))
+    words = "tests.core.trainers.verl_batches", str(installed("verl"))
+    found = printed(4, *words, VERL_USE_EXTERNAL_MODULES=HOOK)
     return found[:2], found[2:]
 
 

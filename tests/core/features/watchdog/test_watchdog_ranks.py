@@ -3,7 +3,6 @@
 import logging
 import re
 import time
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,10 +12,8 @@ from megatron_prefix.features.watchdog.watchdog import Watchdog
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.execute.inputs import SegmentInputs
-from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness.pipelines import build_chunks, config_of, microbatches, rollouts_of
+from tests.core.alignment.test_dead_rank import step_of
 from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract, run
 
 SOON_S, SLEEP_S = 0.3, 1.5
 
@@ -32,19 +29,11 @@ class Kept(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def step_with_a_slow_rank(layout, prefix, late):
+def step_with_a_slow_rank(layout, late):
     """A rank's part: one of them sleeps in its first segment, and what each says."""
-    runtime.initialize(layout)
     kept = Kept()
     watchdog.logger.addHandler(kept)
-    prefix = {"watchdog_minutes": SOON_S / 60, **prefix}
-    groups, vocab = rollouts_of("several-groups")
-    if layout.dp > 1:
-        rank, size = dist.get_rank(), layout.dp
-        groups = [replace(group, rollouts=group.rollouts[rank::size]) for group in groups]
-    chunks, batches = build_chunks(layout, vocab), microbatches(groups)
-    config = config_of("several-groups", layout, **prefix)
-    schedule, stock = PrefixSchedule(config), SegmentInputs.call
+    step, stock = step_of(layout, watchdog_minutes=SOON_S / 60), SegmentInputs.call
     sleeps = [SLEEP_S] if dist.get_rank() == late else []
 
     def slow(*args, **options):
@@ -53,12 +42,12 @@ def step_with_a_slow_rank(layout, prefix, late):
         return stock(*args, **options)
 
     SegmentInputs.call = slow
-    run(schedule, Contract().step, chunks, batches)
+    step()
     return kept.lines
 
 
 def test_every_rank_of_a_pipeline_says_what_it_waits_for():
-    waiting, late = run_ranks(2, step_with_a_slow_rank, Layout(pp=2), {}, 1)
+    waiting, late = run_ranks(2, step_with_a_slow_rank, Layout(pp=2), 1)
     assert any(
         "F0 (segment 0, chunk 0), it stands in test_watchdog_ranks.slow" in one for one in late
     )
