@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_prefix.features.replay import swaps, told
+from megatron_prefix.features.replay import told
 
 ROUTES = torch.tensor([[3, 1], [0, 2], [1, 0]])
 
@@ -72,17 +72,6 @@ def test_rows_behind_a_mask_are_the_routers_own_choice():
     assert {name: vars(replay)[name] for name in before} == before
 
 
-def test_lists_for_backwards_are_empty_after_them():
-    """As the stock schedule leaves them, whose backwards take an entry each."""
-    replay = WithMask()
-    replay.replay_backward_list[:] = [ROUTES, ROUTES + 4]
-    replays = told.replays_of(router(router_replay=replay))
-    replays.passed(2, backward=False)
-    assert len(replay.replay_backward_list) == 2
-    replays.passed(2, backward=True)
-    assert replay.replay_backward_list == []
-
-
 def stages(kind, patch):
     """What reads and what sets the stage of all queues, of slime or of miles."""
     if kind == "slime":
@@ -95,63 +84,6 @@ def stages(kind, patch):
     patch.setitem(sys.modules, module.__name__, module)
     patch.setattr(Entries, "__module__", module.__name__)
     return lambda: manager.stage, lambda stage: setattr(manager, "stage", stage)
-
-
-@pytest.mark.parametrize("kind", ["slime", "miles"])
-def test_a_queue_tells_the_entry_of_each_microbatch(kind, monkeypatch):
-    _, set_stage = stages(kind, monkeypatch)
-    queue = Entries(ROUTES + 4, ROUTES, ROUTES + 8)
-    queue.forward_index, one = 1, router(routing_replay=queue)
-    set_stage("fallthrough")
-    assert told.told(one, 0) is None
-    set_stage("record")
-    assert told.told(one, 0).action == told.RECORD
-    set_stage("replay_forward")
-    first, second, behind = (told.told(one, number) for number in range(3))
-    assert first.routes.equal(ROUTES) and second.routes.equal(ROUTES + 8)
-    assert behind.routes is None
-    set_stage("replay_backward")
-    replays = told.replays_of(one)
-    with replays.following(ROUTES[:2], first):
-        assert told.told(one, 0).action == told.FORWARD
-        assert queue.top_indices_list[queue.forward_index].equal(ROUTES[:2])
-        queue.forward_index += 1
-    assert told.told(one, 0).action == "REPLAY_BACKWARD"
-    assert (len(queue.top_indices_list), queue.forward_index) == (3, 1)
-    replays.passed(2, backward=False)
-    assert (queue.forward_index, queue.backward_index) == (3, 0)
-    replays.passed(2, backward=True)
-    assert (queue.forward_index, queue.backward_index) == (5, 2)
-
-
-def test_the_stage_of_miles_is_each_suspended_steps_own(monkeypatch):
-    _, set_stage = stages("miles", monkeypatch)
-    (manager,) = told.managers()
-    set_stage("replay_backward")
-    swap = swaps.stages_of_queues()
-    assert swap(None, True) is None
-    set_stage("replay_forward")  # as a forward step does before its model call
-    kept = swap(None, False)
-    assert manager.stage == "replay_backward"
-    swap(kept, True)
-    assert manager.stage == "replay_forward"
-
-
-def test_what_a_step_adds_for_its_backward_waits_with_it():
-    replay = WithMask()
-    swap = swaps.replayed_routes([router(router_replay=replay)])
-    kept = []
-    for number in range(2):
-        swap(None, True)
-        replay.set_target_indices(ROUTES + number)
-        kept.append(swap(None, False))
-        assert replay.replay_backward_list == []
-    for number in range(2):
-        swap(kept[number], True)
-        assert replay.target_topk_idx.equal(ROUTES + number)
-        assert replay.replay_backward_list[-1].equal(ROUTES + number)
-        swap(None, False)
-    assert len(replay.replay_backward_list) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
