@@ -15,16 +15,7 @@ from megatron_prefix.layers.blocks.interface import Partial, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, CompositeKernel, choose_kernel
 from megatron_prefix.layers.blocks.merge import merge, with_sink
 from megatron_prefix.layers.blocks.operators import MathKernel
-from tests.harness.attention_cases import (
-    CASES,
-    DTYPES,
-    LAYOUTS,
-    Tensors,
-    by_blocks,
-    check,
-    expected,
-    make,
-)
+from tests.harness.attention_cases import CASES, DTYPES, Tensors, by_blocks, check, expected, make
 
 
 def test_pieces_of_a_long_span_add_up_before_they_are_rounded(monkeypatch):
@@ -42,13 +33,6 @@ def test_pieces_of_a_long_span_add_up_before_they_are_rounded(monkeypatch):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_blocks_match_full_attention(case, name, dtype):
     check(KERNELS[name], case, dtype)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["math", "flash_cpu"])
-def test_any_strides_without_copies(name, layout):
-    check(KERNELS[name], CASES["uneven rollouts"], torch.float32, layout)
-    check(KERNELS[name], CASES["equal rollouts"], torch.float32, layout)
 
 
 class Named(MathKernel):

@@ -24,44 +24,6 @@ def flat_forest(**options):
     return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "segment_tokens": 2, **options}))
 
 
-@given(st.one_of(forests, st.builds(random_forest, st.randoms(use_true_random=True))))
-@settings(max_examples=rounds(30, 500))
-def test_b_order_has_waves_in_f_order_and_inner_ones_early(forest):
-    segments, order = forest.segments, backward_order(forest.segments)
-    waves = [index for index in order if not segments[index].inner]
-    assert waves == sorted(waves)
-    done = set()
-    for index in order:
-        if not segments[index].inner:  # nothing else could have come before it
-            for other, inner in enumerate(s.inner for s in segments):
-                if inner and other not in done:
-                    assert any(other in s.parents for n, s in enumerate(segments) if n not in done)
-        done.add(index)
-
-
-def losses(forest, microbatch_of):
-    """Per segment the segments whose outputs its losses are made of, by the definition."""
-    needs = [set() for _ in forest.segments]
-    for microbatch in set(microbatch_of):
-        members = [r for r, mine in enumerate(microbatch_of) if mine == microbatch]
-        parts = {index for r in members for index, _ in forest.paths[r]}
-        for index in parts:
-            if forest.segments[index].scored:
-                needs[index] |= parts
-    return needs
-
-
-@given(forests, st.integers(1, 4), st.randoms(use_true_random=False))
-@settings(max_examples=rounds(30, 500))
-def test_closings_wait_for_the_whole_microbatch(forest, size, rng):
-    microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]
-    rng.shuffle(microbatch_of)
-    wanted = [max({i} | need) for i, need in enumerate(losses(forest, microbatch_of))]
-    assert loss_ready_after(forest, microbatch_of) == wanted
-    each = list(range(len(microbatch_of)))
-    assert loss_ready_after(forest) == loss_ready_after(forest, each)
-
-
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
 @settings(max_examples=rounds(30, 500))
 def test_all_ranks_follow_the_same_two_orders(forest, num_ranks, run_ahead):
