@@ -16,17 +16,9 @@ from megatron_prefix.plan.actions import Action, Plan, policies
 from megatron_prefix.plan.check import PlanError, check_plan
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
 from megatron_prefix.tree import Place, Span, TreeOptions, build
-from tests.harness import fuzzing
+from tests.harness import fuzzing, trees
 from tests.harness.fuzzing import rounds
 from tests.harness.joint_jobs import crossing_plan
-from tests.harness.trees import (
-    cells,
-    flat_forest,
-    flat_rollouts,
-    random_forest,
-    ruled_plan,
-    with_programs,
-)
 
 
 def refused(plan, ready_after=None):
@@ -54,10 +46,10 @@ def marked_cells(error):
 
 def changed(rank, edit, num_ranks=2):
     """A valid plan with one rank's cells edited; rank 1's begin F0 F1 B1 F2 B2 B0."""
-    plan = ruled_plan(flat_forest(), num_ranks, run_ahead=1)
-    programs = cells(plan)
+    plan = trees.ruled_plan(trees.flat_forest(), num_ranks, run_ahead=1)
+    programs = trees.cells(plan)
     edit(programs[rank])
-    return with_programs(plan, programs)
+    return trees.with_programs(plan, programs)
 
 
 EARLY = "B0 runs before the backward of its child 2"
@@ -91,16 +83,16 @@ def test_what_does_not_exist():
         error = refused(changed(0, lambda cells, cell=cell: cells.insert(2, cell)))
         assert headline(error).startswith(f"rank 0, place 2: {cell} does not exist")
         assert marked_cells(error) == [cell]
-    plan = ruled_plan(flat_forest())
+    plan = trees.ruled_plan(trees.flat_forest())
     odd = Plan(plan.segments, ((*plan.programs[0], Action("W", 0)),))
     assert "W0 does not exist" in headline(refused(odd))
 
 
 def test_a_deadlock():
     """Rank 0 wants B0 before it sends F1; rank 1 wants F1 before it runs B0."""
-    segments = flat_forest(prefix=4, suffix=2, min_gain=100).segments
+    segments = trees.flat_forest(prefix=4, suffix=2, min_gain=100).segments
     plan = Plan(segments, ((), ()))
-    plan = with_programs(plan, [["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]])
+    plan = trees.with_programs(plan, [["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]])
     error = refused(plan)
     assert headline(error).startswith("deadlock: rank 0 at B0 for rank 1, rank 1 at F1 for rank 0")
     assert error.marked == ((0, 1), (1, 1))
@@ -110,25 +102,25 @@ def test_a_deadlock():
 
 def test_a_loss_that_does_not_exist_yet():
     """Both rollouts are one microbatch: no backward of a wave before the forwards of both."""
-    forest = flat_forest()
-    plan = ruled_plan(forest, 2, run_ahead=1)
+    forest = trees.flat_forest()
+    plan = trees.ruled_plan(forest, 2, run_ahead=1)
     simulate(plan, ready_after=loss_ready_after(forest))
     ready_after = loss_ready_after(forest, [0, 0])
     error = refused(plan, ready_after)
     assert headline(error) == "rank 1, place 2: B1 needs a loss that takes all forwards up to F2"
-    simulate(ruled_plan(forest, 2, microbatches=[0, 0]), ready_after=ready_after)
+    simulate(trees.ruled_plan(forest, 2, microbatches=[0, 0]), ready_after=ready_after)
 
 
 @given(st.randoms(use_true_random=False), st.integers(2, 4))
 @settings(max_examples=rounds(50, 500))
 def test_swapped_cells_are_refused_or_harmless(rng, num_ranks):
     """Whatever two cells are swapped: the plan is refused, or all of it runs."""
-    plan = ruled_plan(random_forest(rng, depth=2), num_ranks)
-    programs = cells(plan)
+    plan = trees.ruled_plan(trees.random_forest(rng, depth=2), num_ranks)
+    programs = trees.cells(plan)
     rank = rng.randrange(num_ranks)
     a, b = (rng.randrange(len(programs[rank])) for _ in range(2))
     programs[rank][a], programs[rank][b] = programs[rank][b], programs[rank][a]
-    broken = with_programs(plan, programs)
+    broken = trees.with_programs(plan, programs)
     orders = {kind: [[c for c in p if c[0] == kind] for p in programs] for kind in "FB"}
     if all(order == orders[kind][0] for kind in "FB" for order in orders[kind]):
         with contextlib.suppress(PlanError):
@@ -161,7 +153,7 @@ PROMPT = Place(0, 0)
     ],
 )
 def test_tables_that_are_no_forest_are_refused(index, spans, message):
-    segments = list(flat_forest().segments)
+    segments = list(trees.flat_forest().segments)
     segments[index] = segments[index]._replace(spans=tuple(spans))
     with pytest.raises(UserError, match=f"^segment {index}: .*{message}"):
         check_segments(segments)
@@ -173,7 +165,7 @@ NUM_CASES = 40
 
 
 def texts():
-    rollouts, groups = flat_rollouts(9, 4, 3, 2)
+    rollouts, groups = trees.flat_rollouts(9, 4, 3, 2)
     forest = build(rollouts, groups, TreeOptions(min_gain=0, segment_tokens=8, chunk_tokens=4))
     plain = make_plan(forest, 2)
     mixed = replace(plain, policies=policies(plain.segments, "recompute"))

@@ -16,16 +16,9 @@ import torch.distributed as dist
 
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare, StepFailed
+from megatron_prefix.features.across import step
 from megatron_prefix.features.across import step as across_step
 from megatron_prefix.features.across.communicator import Communicator
-from megatron_prefix.features.across.step import (
-    APART,
-    NOTHING,
-    RESTS,
-    SLOWER,
-    tell_alone,
-    why_alone,
-)
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
@@ -173,8 +166,8 @@ def test_prompts_cross(way):
 
 
 ALONE = {
-    "turned off": "", "not asked for": "", "nothing in common": NOTHING, "slow": SLOWER,
-    "slow, asked for": SLOWER, "no memory": "more memory than it may",
+    "turned off": "", "not asked for": "", "nothing in common": step.NOTHING, "slow": step.SLOWER,
+    "slow, asked for": step.SLOWER, "no memory": "more memory than it may",
 }  # fmt: skip
 """Why nothing crosses."""
 
@@ -184,15 +177,15 @@ def test_each_rank_is_alone_where_crossing_does_not_pay(way):
     """After two such steps ranks do not ask for a while."""
     for rank in (found[way] for found in on_two_ranks(way in SLOW)):
         assert all(ALONE[way] in said for said in rank.said[:2]) and not rank.received
-        assert way != "slow" or rank.said[2] == RESTS
+        assert way != "slow" or rank.said[2] == step.RESTS
 
 
 def test_ranks_ask_again_after_a_while():
     backoff, asked = Backoff(), []
-    for step in range(60):
+    for number in range(60):
         if not backoff.skips():
-            asked.append(step)
-            backoff.note(useful=step == 26)
+            asked.append(number)
+            backoff.note(useful=number == 26)
             if backoff.is_due:
                 backoff.begin()
     assert asked == [0, 1, 26, 27, 28, 53], "what crossed once begins anew"
@@ -239,7 +232,7 @@ def asked(mode, across, together=True, gathers_tokens=False, **has):
     rank = SimpleNamespace(
         **{"model": model, "data_ranks": GROUP, "siblings": GROUP, **FREE, **has}
     )
-    return why_alone(PrefixConfig(mode=mode, across_ranks=across), rank, together=together)
+    return step.why_alone(PrefixConfig(mode=mode, across_ranks=across), rank, together=together)
 
 
 def test_ranks_decide_together_in_mode_auto_unless_told():
@@ -252,7 +245,7 @@ def test_ranks_decide_together_in_mode_auto_unless_told():
 
 
 def test_what_is_in_the_way_is_said():
-    assert asked("auto", None, together=False) == APART
+    assert asked("auto", None, together=False) == step.APART
     assert asked("auto", None, models=GATHERING) == f"{ACROSS_GATHERS.name} is not supported yet"
     with pytest.raises(CannotShare, match=ACROSS_GATHERS.name):
         asked("auto", "on", models=GATHERING)
@@ -268,9 +261,9 @@ def test_why_ranks_are_alone_is_logged_once_for_every_reason(caplog):
     rank.groups = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
     told = set()
     with caplog.at_level(logging.INFO):
-        for why in ("", f"{SLOWER} (1 s)", f"{SLOWER} (2 s)", "it could not be planned (x)"):
-            tell_alone(why, rank, told)
+        for why in ("", *(f"{step.SLOWER} ({n} s)" for n in (1, 2)), "it could not be planned (x)"):
+            step.tell_alone(why, rank, told)
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
-        ("INFO", f"not sharing across data-parallel ranks: {SLOWER} (1 s)"),
+        ("INFO", f"not sharing across data-parallel ranks: {step.SLOWER} (1 s)"),
         ("WARNING", "not sharing across data-parallel ranks: it could not be planned (x)"),
     ]

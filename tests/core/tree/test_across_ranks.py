@@ -12,17 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prefix.features.across import common
+from megatron_prefix.features.across import common, ranges
 from megatron_prefix.features.across.block_tree import BlockTree
 from megatron_prefix.features.across.common import BLOCK, beginnings_of, common_spans
 from megatron_prefix.features.across.owners import EVEN, owners_of
-from megatron_prefix.features.across.ranges import (
-    Inquiry,
-    answered,
-    distances,
-    leaving,
-    told_together,
-)
 from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.lab.plans.job import simulate_job
@@ -58,7 +51,7 @@ def forests_of(ranks, options, block=1):
     """Every rank's forest, and its microbatches of two rollouts each."""
     owners = [[number // 2 for number in range(len(rank))] for rank in ranks]
     told = [beginnings_of(rank, options, block) for rank in ranks]
-    heard = told_together([beginnings for beginnings, _ in told])
+    heard = ranges.told_together([beginnings for beginnings, _ in told])
     forests = []
     for place, rank in enumerate(ranks):
         common = common_spans(heard, place, options)
@@ -132,7 +125,7 @@ def test_what_is_common_ends_at_a_block_or_with_the_beginning(block, multiple):
     for seed in range(30):
         ranks = dealt(seed, 3)
         told = [beginnings_of(rank, options, block) for rank in ranks]
-        heard = told_together([beginnings for beginnings, _ in told])
+        heard = ranges.told_together([beginnings for beginnings, _ in told])
         for place, (_, numbers) in enumerate(told):
             common = common_spans(heard, place, options)
             others = [one for other in ranks if other is not ranks[place] for one in other]
@@ -154,10 +147,10 @@ def test_ranks_send_no_tokens_and_little():
     rollout = Pairs(tokens[:-1], tokens[1:], np.arange(4000) >= 3999)
     told, numbers = beginnings_of([rollout] * 5, TreeOptions())
     assert numbers == [0] * 5 and told.counts.tolist() == [500] and told.ends[-1] == 3999
-    questions = Inquiry(told, 0, 8).questions
+    questions = ranges.Inquiry(told, 0, 8).questions
     assert questions.nbytes == 32 * 500
     assert np.ptp(np.bincount(questions[:, 0], minlength=8)) < 50, "every rank answers"
-    assert len(pickle.dumps(told_together([told, told])[0])) < 1000
+    assert len(pickle.dumps(ranges.told_together([told, told])[0])) < 1000
     # Another token far down: digests agree up to its block, and nowhere behind it.
     inputs = np.where(np.arange(4000) == 2000, -1, rollout.inputs)
     other, _ = beginnings_of([replace(rollout, inputs=inputs)], TreeOptions())
@@ -175,7 +168,7 @@ def test_copies_of_a_rollout_may_be_trained_from_two_places(first):
     ranks = [rollouts, [replace(rollouts[0], trained=np.arange(30) >= 20)]]
     told = [beginnings_of(rank, options, block=1) for rank in ranks]
     assert told[0][1] == [0, 0] and told[0][0].first_trained.tolist() == [8]
-    heard = told_together([beginnings for beginnings, _ in told])
+    heard = ranges.told_together([beginnings for beginnings, _ in told])
     spans = common_spans(heard, 0, options).spans
     assert [(one.end, one.scored) for one in spans] == [(8, False), (29, True)]
     forests, owners = forests_of(ranks, options)
@@ -191,10 +184,23 @@ def test_routes_are_part_of_a_beginning():
     other[5] = 1
     rollouts = [Pairs(tokens[:-1], tokens[1:], trained, one) for one in (routes, other)]
     told = [beginnings_of([one], options, 1)[0] for one in rollouts]
-    assert [span.end for span in common_spans(told_together(told), 0, options).spans] == [5]
+    assert [span.end for span in common_spans(ranges.told_together(told), 0, options).spans] == [5]
     none = replace(rollouts[0], trained=trained | True)  # a beginning without a position
     before = replace(options, loss_in_leaves=True)
     assert beginnings_of([none], before)[0].digests.shape == (0, 2)
+
+
+def test_spans_with_loss_are_in_segments_of_their_own():
+    """Final states of the others need not cross."""
+    options = TreeOptions(min_gain=0, share="batch")
+    kinds = set()
+    for seed in range(30):
+        told = [beginnings_of(rank, options, block=1)[0] for rank in dealt(seed, 3)]
+        spans = common_spans(ranges.told_together(told), 0, options)
+        for segment in spans.segments:
+            [scored] = {spans.spans[number].scored for number in segment.spans}
+            kinds.add(scored)
+    assert kinds == {False, True}
 
 
 # What the first positions say of sharing, against the tree ----------------------------------------
@@ -224,17 +230,17 @@ def test_routes_only_take_sharing_away(sets, options, data):
 
 def dealt_by_ranges(told):
     """What every rank hears, if rows go from rank to rank as they do in a job."""
-    inquiries = [Inquiry(rank, place, len(told)) for place, rank in enumerate(told)]
+    inquiries = [ranges.Inquiry(rank, place, len(told)) for place, rank in enumerate(told)]
     questions = delivered([one.questions for one in inquiries])
-    answers = delivered([answered(rows) for rows in questions])
+    answers = delivered([ranges.answered(rows) for rows in questions])
     return [one.shared(rows) for one, rows in zip(inquiries, answers, strict=True)]
 
 
 def delivered(rows):
     """Rows of all ranks, each where it belongs."""
     num = len(rows)
-    for step in distances(num):
-        goes = [leaving(one, rank, num, step) for rank, one in enumerate(rows)]
+    for step in ranges.distances(num):
+        goes = [ranges.leaving(one, rank, num, step) for rank, one in enumerate(rows)]
         rows = [
             np.r_[rows[rank][~goes[rank]], rows[rank - step][goes[rank - step]]]
             for rank in range(num)

@@ -14,14 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.dealing import verl
 from megatron_prefix.features.dealing.deal import DealtCosts, cost_of_length, deal
-from megatron_prefix.features.dealing.verl import (
-    NAME,
-    PARAMETERS,
-    PLACES,
-    deal_whole_groups,
-    rollouts_of,
-)
 from megatron_prefix.lab.plans.dealing import balanced_parts
 from tests.core.trainers import verl_batches
 from tests.core.trainers.registry import installed, printed
@@ -196,11 +190,11 @@ def trainer(mini_batch):
 
 def hooked(function, place=0):
     """A module of verl whose trainer balances a batch with the function, and then as we do."""
-    name, owner = [*PLACES.items()][place]
+    name, owner = [*verl.PLACES.items()][place]
     module = ModuleType(name)
-    made = type(owner, (), {NAME: function} if function else {})
+    made = type(owner, (), {verl.NAME: function} if function else {})
     vars(module)[owner] = made
-    deal_whole_groups(module)
+    verl.deal_whole_groups(module)
     return made._balance_batch
 
 
@@ -221,23 +215,23 @@ def test_a_batch_is_ordered_again():
 
 
 def test_what_is_read_of_batches():
-    found = rollouts_of(Batch(prompt=3))
+    found = verl.rollouts_of(Batch(prompt=3))
     assert found == ([*"abababab"], [5, 10, 4, 6, 8, 5, 9, 7], [3] * 8)
     tags = [{"prompt_len": 3, "seq_len": 5}, {"prompt_len": 2, "seq_len": 9}]
     kept = verl_batches.KVBatchMeta(["one_two_0_0", "pad12_1_0"], tags)
-    assert rollouts_of(kept) == (["one_two", "pad12"], [5, 9], [3, 2])
+    assert verl.rollouts_of(kept) == (["one_two", "pad12"], [5, 9], [3, 2])
 
 
 def test_what_is_not_as_expected_is_refused_by_name():
     def older(self, batch, metrics):
         pass
 
-    for place, owner in enumerate(PLACES.values()):
+    for place, owner in enumerate(verl.PLACES.values()):
         with pytest.raises(UserError, match=f"{owner}._balance_batch takes self, batch, metrics, "):
             hooked(older, place)
         with pytest.raises(UserError, match=f"{owner}._balance_batch takes nothing, and not self"):
             hooked(None, place)
-    assert PARAMETERS.endswith("logging_prefix, keep_minibatch")
+    assert verl.PARAMETERS.endswith("logging_prefix, keep_minibatch")
     with pytest.raises(
         UserError, match=r"keep_minibatch=True and megatron_prefix.auto.whole_groups"
     ):
@@ -249,19 +243,19 @@ def test_what_is_not_as_expected_is_refused_by_name():
 
 
 def test_trainers_that_are_imported_later_are_reached(tmp_path):
-    for name, owner in PLACES.items():
+    for name, owner in verl.PLACES.items():
         path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = f"class {owner}:\n    def _balance_batch({PARAMETERS}):\n        pass\n"
+        text = f"class {owner}:\n    def _balance_batch({verl.PARAMETERS}):\n        pass\n"
         path.write_text(text, encoding="utf-8")
     code = f"""
 import importlib, sys
 import {HOOK}
 assert not {{"torch", "megatron", "verl"}} & sys.modules.keys()
-for name, owner in {PLACES!r}.items():
+for name, owner in {verl.PLACES!r}.items():
     function = getattr(importlib.import_module(name), owner)._balance_batch
     assert function.__wrapped__.__module__ == name
-assert not {{*{PLACES!r}}} & {{getattr(finder, "_name", "") for finder in sys.meta_path}}
+assert not {{*{verl.PLACES!r}}} & {{getattr(finder, "_name", "") for finder in sys.meta_path}}
 """
     paths = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
     done = subprocess.run(

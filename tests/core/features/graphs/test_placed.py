@@ -5,17 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_prefix.features.graphs import layers
+from megatron_prefix.features.graphs import layers, placed
 from megatron_prefix.features.graphs.kinds import may_be_inside
 from megatron_prefix.features.graphs.part import Graphs
-from megatron_prefix.features.graphs.placed import (
-    SPARE,
-    AttentionForm,
-    LevelForm,
-    PlacedArenas,
-    Sheet,
-    runs_of,
-)
 from megatron_prefix.features.graphs.placed_runs import PlacedKernel, PlacedRuns
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.lab.models.build import unwrap
@@ -51,14 +43,14 @@ def test_queries_without_keys_add_nothing():
 
 
 def test_every_query_is_in_a_run():
-    assert runs_of(WAVE, 8) == [(2, 0), (3, 4), (1, 7), (2, 0)]
-    assert runs_of(Level((Run(0, 8, 3, 9),)), 8) == [(8, 6)]
+    assert placed.runs_of(WAVE, 8) == [(2, 0), (3, 4), (1, 7), (2, 0)]
+    assert placed.runs_of(Level((Run(0, 8, 3, 9),)), 8) == [(8, 6)]
 
 
 def test_a_sheet_says_where_a_segment_lies():
     """Rows that its form has more than it are spare ones."""
-    form = AttentionForm(8, True, 2, (LevelForm(4, 16),))
-    sheet = Sheet(form, CPU)
+    form = placed.AttentionForm(8, True, 2, (placed.LevelForm(4, 16),))
+    sheet = placed.Sheet(form, CPU)
     cache = SimpleNamespace(map=SimpleNamespace(levels=[[WAVE]]))
     own = Runs.own((3, 5))
     context = SimpleNamespace(runs=own, cache=cache, index=0)
@@ -80,21 +72,22 @@ def arena_of(places, num):
 
 
 def test_arenas_stay_where_they_are_until_they_are_too_short():
-    places, payload = PlacedArenas(), (torch.ones(4, 2, 8),) * 2
+    places, payload = placed.PlacedArenas(), (torch.ones(4, 2, 8),) * 2
     addresses = []
-    for num in (6, 4, SPARE + 1):
+    for num in (6, 4, placed.SPARE + 1):
         arena, _ = arena_of(places, num)
         arena.write(0, payload)
         addresses.append(arena.values[0].data_ptr())
         assert all(len(tensor) == num for tensor in arena.values)
         arena.drop()
     assert addresses[0] == addresses[1] and places.changes == 2
-    assert places.capacity == 2 * SPARE and places.device_bytes == 2 * 3 * SPARE * 2 * 8 * 4
+    assert places.capacity == 2 * placed.SPARE
+    assert places.device_bytes == 2 * 3 * placed.SPARE * 2 * 8 * 4
 
 
 def test_payloads_of_another_dtype_have_places_of_their_own():
     """A copy would round them without a word."""
-    places, payload = PlacedArenas(), (torch.ones(4, 2, 8),) * 2
+    places, payload = placed.PlacedArenas(), (torch.ones(4, 2, 8),) * 2
     for dtype in (torch.float32, torch.float64):
         arena, _ = arena_of(places, 6)
         arena.write(0, tuple(part.to(dtype) for part in payload))
@@ -120,7 +113,7 @@ def test_cores_with_quantisers_run_outside():
 
 
 def test_gradients_of_an_earlier_segment_are_zeroed():
-    places = PlacedArenas()
+    places = placed.PlacedArenas()
     arena, _ = arena_of(places, 6)
     arena.write(0, (torch.ones(4, 2, 8),) * 2)
     arena.reuse_sums()
