@@ -6,10 +6,12 @@ import types
 from enum import Enum
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_prefix.features.replay import told
+from megatron_prefix.features.replay.segments import SegmentRoutes
 
 ROUTES = torch.tensor([[3, 1], [0, 2], [1, 0]])
 
@@ -99,3 +101,44 @@ def test_routes_of_every_dtype_keep_experts_and_marks(dtype):
 def test_a_queue_of_another_kind_is_not_known():
     assert told.is_known(router()) and told.is_known(router(routing_replay=Entries()))
     assert not told.is_known(router(routing_replay=[ROUTES]))
+
+
+# Routes of segments' positions: each span's stand where its positions are, padding in between -----
+
+ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+LAYERS, TOPK = 2, 2
+
+
+def span(rollouts, start, end, padded):
+    return SimpleNamespace(
+        rollouts=rollouts, start=start, end=end, length=end - start, padded=padded
+    )
+
+
+def routes_of(rollout):
+    """[positions, layers, topk], of numbers that say whose they are; a trainer's marks at one."""
+    found = np.arange(12)[:, None, None] + 20 * np.arange(LAYERS)[:, None] + 40 * np.arange(TOPK)
+    found += 100 * (1 + rollout)
+    found[3] = rollout - 2
+    return found
+
+
+def test_spans_of_a_segment_stand_behind_one_anothers_padding():
+    segments = [
+        SimpleNamespace(spans=some, padded_length=sum(one.padded for one in some))
+        for some in (
+            [span((0, 1), 0, 5, 8), span((), 0, 0, 4)],  # a filler has no rollouts
+            [span((1,), 5, 9, 8), span((0,), 5, 12, 8)],
+        )
+    ]
+    marked = [told.marked(torch.from_numpy(routes_of(number))).numpy() for number in range(2)]
+    found = SegmentRoutes(
+        SimpleNamespace(segments=segments), [SimpleNamespace(routes=routes) for routes in marked],
+        (LAYERS, TOPK), SimpleNamespace(pp=ONE, cp=ONE), torch.device("cpu"),
+    )  # fmt: skip
+    for layer in range(LAYERS):
+        router = SimpleNamespace(layer_number=1 + layer, tp_group=ONE)
+        first, second = (found.of(router, n, segments[n].padded_length).tolist() for n in range(2))
+        one, two, padding = routes_of(0)[:, layer], routes_of(1)[:, layer], [[*range(TOPK)]]
+        assert first == [*one[:5].tolist(), *padding * 7]
+        assert second == [*two[5:9].tolist(), *padding * 4, *one[5:12].tolist(), *padding]
