@@ -1165,6 +1165,11 @@ _FEATURES = (
         "tests/test_cases.py -k mtp",
     ),
     _feature(
+        "recurrent-rule-tried-without-gradients", "features/recurrent/probe.py",
+        "@torch.enable_grad()\n", "",
+        f"{_F}/recurrent/test_states.py",
+    ),
+    _feature(
         "mtp-loss-that-no-call-asks-for", "features/mtp/part.py",
         "self._has_loss = are_run and without is not",
         "self._has_loss = without is not",

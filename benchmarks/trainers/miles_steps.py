@@ -1,14 +1,16 @@
-"""miles' forward_only and train_one_step, which it has from slime: names of layouts as there."""
+"""miles' forward_only and train_one_step, which it has from slime: names of layouts as there, and
+"gdn": the first layer is its GatedDeltaNet of Qwen3.5."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from typing import Any
 
 import torch
 
-from benchmarks.trainers import slime_steps
+from benchmarks.trainers import own_gdn, slime_steps
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.optimizer import build_optimizer
@@ -74,10 +76,21 @@ def prepare() -> None:
     set_parallel_state(parallel.create_megatron_parallel_state(GroupInfo(0, 1, None)))
 
 
+def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
+    """As slime's, perhaps with miles' own GatedDeltaNet."""
+    from miles.backends.megatron_utils.model_provider import LinearForLastLayer
+
+    has_gdn = "gdn" in name
+    with own_gdn.in_miles(layout, "tiny-qwen3") if has_gdn else contextlib.nullcontext():
+        spec, chunks = slime_steps.model_of(name, layout, LinearForLastLayer)
+    if has_gdn and layout.cp > 1:
+        own_gdn.pass_states(chunks)
+    return spec, chunks
+
+
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
     from miles.backends.megatron_utils import model as miles_model
-    from miles.backends.megatron_utils.model_provider import LinearForLastLayer
     from miles.backends.training_utils import cp_utils
     from miles.backends.training_utils.data import get_data_iterator
     from miles.backends.training_utils.loss import get_log_probs_and_entropy, get_values
@@ -86,7 +99,7 @@ def steps(name: str) -> list[Step]:
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     prepare()
-    spec, chunks = slime_steps.model_of(name, layout, LinearForLastLayer)
+    spec, chunks = model_of(name, layout)
     ARGUMENTS.loss_type, ARGUMENTS.enable_mtp_training = slime_steps.loss_type(name), "mtp" in name
     miles_model.get_forward_backward_func = both = Both(config_of(name), state=states)
     both.leaves_alike, both.left = "recompute" in name, slime_steps.further_losses
@@ -119,5 +132,6 @@ def steps(name: str) -> list[Step]:
 
 if __name__ == "__main__":
     run_on_cpu()
+    own_gdn.put_kernels()
     worker.StandIns("wandb", "httpx", *slime_steps.UNUSED)
     worker.main(["miles.backends.megatron_utils.model"], steps)

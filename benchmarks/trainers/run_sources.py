@@ -107,7 +107,8 @@ TRAINERS = {
          "pp2-replay-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto", "cp2-r3-auto",
          "dp2-ep2-r3-auto", "dp2-across-r3-auto", "1-value", "tp2-value", "pp2-value", "cp2-value",
          "1-value-auto", "tp2-sp-value-auto", "tp2-sp-pp2-value-auto", "1-sft", "tp2-sft",
-         "pp2-sft", "cp2-sft", "1-sft-auto"),
+         "pp2-sft", "cp2-sft", "1-sft-auto", "1-gdn", "tp2-sp-gdn", "cp2-gdn", "tp2-sp-cp2-gdn",
+         "cp2-gdn-recompute-auto"),
         stock=dict.fromkeys(REPLAYS, RECORDS_ROUTES)
         | dict.fromkeys(("tp2-sp-value-auto", "tp2-sp-pp2-value-auto"), UNMARKED_BIAS),
     ),

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import sys
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,15 +19,14 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.trainers import own_gdn
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.recurrent.definition import l2norm
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.rollouts import dense_vocabulary
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.local import keep_float64
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms import cpu
-from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
@@ -37,7 +34,7 @@ from megatron_prefix.lab.verify.matrix import SHAPES
 from megatron_prefix.megatron.stock import stock_schedule
 from tests.core.trainers.stand_ins import where_missing
 from tests.harness import own_delta
-from tests.harness.own_delta import FULL, LINEAR, SIZES
+from tests.harness.own_delta import FULL, LINEAR
 from tests.harness.ranks import run_ranks
 
 TYPES = (LINEAR, LINEAR, LINEAR, FULL)
@@ -58,30 +55,9 @@ RAN = [
 """slime's context parallelism is refused; see the last test."""
 
 
-def _kernels() -> None:
-    """Stand-ins for flash-linear-attention; the rank is a process of its own."""
-    kernels = types.ModuleType("fla.ops.gated_delta_rule")
-    kernels.chunk_gated_delta_rule = own_delta.chunk_gated_delta_rule  # type: ignore[attr-defined]
-    ranks = types.ModuleType("fla.ops.cp")
-    ranks.build_cp_context = (  # type: ignore[attr-defined]
-        lambda cu_seqlens, group, conv1d_kernel_size: own_delta.Parts(group, cu_seqlens)
-    )
-    modules = types.ModuleType("fla.modules")
-    vars(modules).update(
-        ShortConvolution=own_delta.ShortConvolution,
-        FusedRMSNormGated=own_delta.FusedRMSNormGated,
-    )
-    convolution, norm = map(types.ModuleType, ("fla.modules.convolution", "fla.modules.l2norm"))
-    vars(convolution).update(causal_conv1d=causal_conv1d)
-    vars(norm).update(l2norm=l2norm)
-    packages = types.ModuleType("fla"), types.ModuleType("fla.ops")
-    for one in (*packages, modules, kernels, ranks, convolution, norm):
-        sys.modules[one.__name__] = one
-
-
 def _import(folder: str, trainer: str, module: str) -> Any:
     """A trainer's module."""
-    _kernels()
+    own_gdn.put_kernels()
     sys.path.insert(0, str(Path(folder) / trainer))
     where_missing("ray", "sglang", "wandb", "omegaconf", "httpx")
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
@@ -102,7 +78,7 @@ def _aligned(folder: str, name: str, layout: Layout, checkpoint: str) -> tuple[s
     with own_delta.own_layers(TYPES, "global", parallel, attention, **given):
         chunks = build_model(spec, layout=layout, dtype="float64")
     if layout.cp > 1:
-        _pass_states(chunks)
+        own_gdn.pass_states(chunks)
     layers = unwrap(chunks[0]).decoder.layers
     for layer in layers:
         keep_float64(layer)
@@ -116,26 +92,6 @@ def _aligned(folder: str, name: str, layout: Layout, checkpoint: str) -> tuple[s
     return type(layers[0].self_attention.linear_attn).__name__, list(everyone.failures)
 
 
-def _pass_states(chunks: Sequence[Any]) -> None:
-    """As miles' actor does when its models are there."""
-    from megatron.core import parallel_state
-    from miles_plugins.models.cp_utils import detect_and_setup_hybrid_cp
-
-    group = parallel_state.get_context_parallel_group()
-    for chunk in chunks:
-        assert detect_and_setup_hybrid_cp(chunk, group, group.rank(), group.size())
-
-
-def _write_config(folder: Path, kind: str, types: Sequence[str]) -> None:
-    """As Hugging Face stores one, of a model with layers of these types."""
-    config = {
-        **SIZES, "model_type": kind, "hidden_size": resolve("tiny-llama").hidden_size,
-        "layer_types": [*types], "num_hidden_layers": len(types), "hidden_act": "silu",
-        "dtype": "float32",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
 @pytest.mark.parametrize(("name", "layout"), RAN)
 def test_real_modules(name: str, layout: str, tmp_path: Path) -> None:
     folder = os.environ.get("TRAINER_SOURCES", "")
@@ -144,7 +100,7 @@ def test_real_modules(name: str, layout: str, tmp_path: Path) -> None:
         pytest.skip("TRAINER_SOURCES names no folder with checkouts of slime and miles")
     if not (Path(folder) / trainer).is_dir():
         pytest.skip(f"no checkout of {trainer} in the folder that TRAINER_SOURCES names")
-    _write_config(tmp_path, kind, TYPES)
+    own_gdn.write_config(tmp_path, kind, TYPES, "tiny-llama")
     ranks = {**LAYOUTS, **WITH_CP}[layout]
     for ran, failures in run_ranks(ranks.world_size, _aligned, folder, name, ranks, str(tmp_path)):
         assert "GatedDeltaNet" in ran and failures == []
@@ -174,7 +130,7 @@ def test_slimes_context_parallel_ranks_drop_gradients(tmp_path: Path) -> None:
     folder = os.environ.get("TRAINER_SOURCES", "")
     if not (Path(folder) / "slime").is_dir() or not folder:
         pytest.skip("no checkout of slime in a folder that TRAINER_SOURCES names")
-    _write_config(tmp_path, "qwen3_5_text", (LINEAR, LINEAR, FULL))
+    own_gdn.write_config(tmp_path, "qwen3_5_text", (LINEAR, LINEAR, FULL), "tiny-llama")
     expected, found = (
         run_ranks(layout.world_size, _gradients, folder, layout, str(tmp_path))
         for layout in (Layout(), Layout(cp=2))
@@ -190,7 +146,7 @@ def test_slimes_context_parallel_ranks_drop_gradients(tmp_path: Path) -> None:
 
 def _bridges(folder: str) -> Any:
     """mcore-bridge's class, from its file alone."""
-    _kernels()
+    own_gdn.put_kernels()
     for name in ("transformer_engine", "mcore_bridge", "mcore_bridge.config"):
         sys.modules[name] = types.ModuleType(name)
     vars(sys.modules["mcore_bridge.config"])["ModelConfig"] = object

@@ -28,6 +28,7 @@ WORDS = {
     "gkd": "distillation", "topk": "distillation", "full": "a reference model",
     "kl": "several calls a step", "sharded": "distributed optimizer", "hot": "a temperature",
     "across": "prompts across ranks", "mtp": "multi-token prediction", "whole": "whole groups",
+    "gdn": "its GatedDeltaNet",
     "tokens": "means over tokens", "sequences": "means over sequences",
     "static": "fixed microbatches", "packed": "packed rows",
     "frozen": "a frozen tower", "text": "text without images",

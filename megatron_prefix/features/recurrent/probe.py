@@ -29,6 +29,8 @@ COMPILED = ("GatedDeltaNet",)
 _BOUNDS = (0, 70, 73, 200)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def rule_refusal(
     rule: Callable[..., Any], device: str, dtype: torch.dtype, key_dim: int, value_dim: int,
     heads: int = 2,
@@ -36,7 +38,7 @@ def rule_refusal(
     """Why a gated delta rule cannot be used; None if it can.
 
     Runs three sequences with states, forward and backward, and compares outputs, states and all
-    gradients with the definition in fp64.
+    gradients with the definition in fp64; also where a first pass for log-probs has no gradients.
 
     Args:
         rule: with the signature of flash-linear-attention's `chunk_gated_delta_rule`.

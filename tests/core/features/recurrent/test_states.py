@@ -179,6 +179,12 @@ def test_a_wrong_rule_is_refused(rule, reason):
     assert found is not None and found.startswith(reason) and "\n" not in found
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_rule_is_tried_in_a_pass_without_gradients(mode):
+    with mode():
+        assert probe.rule_refusal(chunk_gated_delta_rule, "cpu", torch.float64, 16, 8) is None
+
+
 def test_what_is_not_installed_is_said_with_the_fix():
     assert probe.refusals("cpu") == {"GatedDeltaNet": None, "MambaMixer": None}
     found = probe.refusals("cuda")
