@@ -986,6 +986,7 @@ _ROUTES = (
         "features/replay/told.py",
         "self._queue.forward_index + number",
         "self._queue.forward_index",
+        _QUEUES,
     ),
     _replay(
         "queue-goes-on-by-one",

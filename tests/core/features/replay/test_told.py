@@ -74,6 +74,17 @@ def test_rows_behind_a_mask_are_the_routers_own_choice():
     assert {name: vars(replay)[name] for name in before} == before
 
 
+def test_lists_for_backwards_are_empty_after_them():
+    """As the stock schedule leaves them, whose backwards take an entry each."""
+    replay = WithMask()
+    replay.replay_backward_list[:] = [ROUTES, ROUTES + 4]
+    replays = told.replays_of(router(router_replay=replay))
+    replays.passed(2, backward=False)
+    assert len(replay.replay_backward_list) == 2
+    replays.passed(2, backward=True)
+    assert replay.replay_backward_list == []
+
+
 def stages(kind, patch):
     """What reads and what sets the stage of all queues, of slime or of miles."""
     if kind == "slime":

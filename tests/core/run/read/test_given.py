@@ -147,6 +147,20 @@ def test_gradients_go_to_the_copies_that_rows_were_taken_from():
     assert calls[0][DEEPSTACK][0].grad.abs().sum() == 0
 
 
+def test_gradients_of_several_segments_come_together():
+    calls, spans = [call(0)], [[(0, 0, 4, 4)], [(0, 4, 2, 2)]]
+    made = ChunkRows(calls, rank(), 0)
+    made.codes([6], None)
+    both = [forest(one, [6]).segments[0] for one in spans]
+    made.prepare(SimpleNamespace(num_positions=[6], segments=both))
+    for index in range(2):
+        found = made.arguments(index)
+        (found[EMBEDDINGS].sum() * (2 + index)).backward()
+        made.collect(index)
+    made.backward()
+    assert calls[0][EMBEDDINGS].grad[:, 0, 0].tolist() == [2, 2, 2, 2, 3, 3]
+
+
 def test_a_second_attempt_begins_with_nothing():
     calls, spans = [call(0)], [(0, 0, 6, 6)]
     made, found = segment_of(calls, spans)
