@@ -301,8 +301,8 @@ _GRAPHS = (
     _graphs(
         "kept-if-they-do-not-pay",
         "features/graphs/choice.py",
-        "pays = ratio <= PAYS * min(self.without)",
-        "pays = ratio >= PAYS * min(self.without)",
+        "pays = used and ratio <= PAYS * min(self.without)",
+        "pays = used and ratio >= PAYS * min(self.without)",
         _CHOICE,
     ),
     _graphs(
@@ -357,8 +357,8 @@ _GRAPHS = (
     _graphs(
         "late-for-ever",
         "features/graphs/choice.py",
-        "            if captured and not pays and self.late < MOST_LATE:",
-        "            if captured and not pays:",
+        "            if (captured or not used) and not pays and self.late < MOST_LATE:",
+        "            if (captured or not used) and not pays:",
         _CHOICE,
     ),
 )

@@ -67,6 +67,7 @@ class SeenSegments(NamedTuple):
         shared: whether it shared.
         waits: see `longest_waiting`.
         captured: seconds in which some were captured.
+        used: whether segments had some.
         needs_room: whether it could not share, or ran twice, for want of memory.
         held: by what there is behind it.
         is_lent: whether memory was returned to the device between steps, for others.
@@ -75,6 +76,7 @@ class SeenSegments(NamedTuple):
     shared: bool
     waits: int
     captured: float
+    used: bool
     needs_room: bool
     held: Held = Held()
     is_lent: bool = False
@@ -82,9 +84,9 @@ class SeenSegments(NamedTuple):
     @classmethod
     def most(cls, several: Iterable[SeenSegments]) -> SeenSegments:
         """Of several ranks."""
-        shared, waits, captured, needs_room, held, is_lent = zip(*several, strict=True)
-        flags = max(captured), max(needs_room), Held.most(held), max(is_lent)
-        return cls(max(shared), max(waits), *flags)
+        shared, waits, captured, used, needs_room, held, is_lent = zip(*several, strict=True)
+        flags = max(needs_room), Held.most(held), max(is_lent)
+        return cls(max(shared), max(waits), max(captured), max(used), *flags)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class GraphChoice:
         is_measured: whether it is left to measurements.
         without: times of steps without graphs, over their FLOPs.
         waits: positions of the longest segment seen to wait for the host.
-        late: steps with graphs that took too long, and in which some were captured.
+        late: steps with graphs that took too long, in which some were captured, or none used yet.
     """
 
     tokens: int
@@ -115,7 +117,7 @@ class GraphChoice:
         return cls(setting)
 
     def after(
-        self, ratio: float, waits: int, *, may_try: bool, captured: bool = False
+        self, ratio: float, waits: int, *, may_try: bool, captured: bool = False, used: bool = True
     ) -> GraphChoice:
         """With one more timed step that shared.
 
@@ -126,12 +128,13 @@ class GraphChoice:
             captured: whether graphs were captured in it, the time of which is left out: others
                 of its segments ran without, so if it took too long another step decides; where
                 MOST_LATE were such, whatever it is.
+            used: whether segments had graphs in it: if not, another step decides, too.
         """
         if not self.is_open:
             return self
         if self.tokens:
-            pays = ratio <= PAYS * min(self.without)
-            if captured and not pays and self.late < MOST_LATE:
+            pays = used and ratio <= PAYS * min(self.without)
+            if (captured or not used) and not pays and self.late < MOST_LATE:
                 return replace(self, late=self.late + 1)
             return replace(self, is_open=False, tokens=self.tokens if pays else 0)
         counted = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))

@@ -83,6 +83,7 @@ class LayerGraphs:
         refused: why nothing more is captured; "" if something may be.
         captures: how often all layers were captured.
         captured: seconds of captures in the step that runs, or ran last.
+        used: whether segments had graphs in it.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LayerGraphs:
         ranks: int, group: Any = None, handed: bool = False,
     ) -> None:  # fmt: skip
         self._current_cut: Cut | None = None
-        self.refused, self.captures, self.captured = "", 0, 0.0
+        self.refused, self.captures, self.captured, self.used = "", 0, 0.0, False
         self._all = self.layers = self._cut(layers)
         self._follow()
         self._running, self._group = running, group
@@ -216,7 +217,8 @@ class LayerGraphs:
         """
         self.end_step()
         self.arenas = arenas or PlacedArenas()
-        self._is_new, self.captured, self._recomputed = True, 0.0, recomputed
+        self._is_new, self._recomputed = True, recomputed
+        self.captured, self.used = 0.0, False
         self._needs = needs or Needs(0)
         if needs is not None:
             self._free = [*self._counted(needs)]
@@ -352,7 +354,7 @@ class LayerGraphs:
             return
         chosen.form = covering or form
         chosen.begin(provided, context)
-        self._taken[context.index] = chosen
+        self._taken[context.index], self.used = chosen, True
 
     def _form(self, context: SegmentContext, hidden: Tensor) -> GraphForm:
         attention, arenas = None, self.arenas

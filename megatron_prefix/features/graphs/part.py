@@ -252,7 +252,10 @@ class Graphs(StepPart):
             return choice
         ratio = (step.seconds - counts.captured) / work
         may_try = step.is_settled and not self._why_not
-        return choice.after(ratio, counts.waits, may_try=may_try, captured=counts.captured > 0)
+        captured = counts.captured > 0
+        return choice.after(
+            ratio, counts.waits, may_try=may_try, captured=captured, used=counts.used
+        )
 
     def _is_typical(self, captured: bool) -> bool:
         """Whether a step's time counts, where graphs are used in any case."""
@@ -268,9 +271,11 @@ class Graphs(StepPart):
             times = step.times.seconds(), step.times.host_seconds()
             waits = longest_waiting(report.plan, *times, without_waiting)
         captured = sum(graphs.captured for graphs in self._graphs)
+        used = any(graphs.used for graphs in self._graphs)
         no_room = report.decision.over_limit or report.retried
         lent: bool = self.kept.get(_LENT, False)
-        return SeenSegments(report.decision.share, waits, captured, no_room, self._held(), lent)
+        counts = report.decision.share, waits, captured, used, no_room
+        return SeenSegments(*counts, self._held(), lent)
 
     def _held(self) -> Held:
         """Of this rank; a snapshot of the allocator takes milliseconds."""

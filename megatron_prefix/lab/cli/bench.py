@@ -50,8 +50,8 @@ NUMBERS = (
     ("--step-tokens", 1, None, "take groups until a step has N tokens, instead of --groups"),
     ("--warm-up", 1, 1, "with --steps, first steps that are run and not timed (default {})"),
     ("--warm-up-calls", 1, 3, "least calls of each schedule before the timed ones (default {}: by"
-     " then kernels have been chosen for the shapes; 16 of the prefix schedule where CUDA graphs"
-     " may be tried)"),
+     " then kernels have been chosen for the shapes; with --graph-tokens auto 16 of the prefix"
+     " schedule)"),
     ("--max-tokens", 2, None, "shorten rollouts to N tokens"),
     ("--repeats", 0, 3, "without --steps, timed calls of each step (default {})"),
     ("--align-layers", 1, 2, "layers of the model that is aligned first (default {})"),

@@ -58,6 +58,8 @@ def test_steps_in_which_some_are_captured_do_not_decide():
     for captured in (True, False):  # where all steps have some, that is what they take
         again = choice.after(1.2, 0, may_try=True, captured=captured)
         assert again.tokens == 0 and not again.is_open
+    unused = tried().after(0.1, 0, may_try=True, used=False)
+    assert unused.tokens == 1024 and unused.is_open and unused.late == 1
     sooner = tried().after(0.9, 0, may_try=True, captured=True)
     assert sooner.tokens == 1024 and not sooner.is_open
 
