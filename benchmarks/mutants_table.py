@@ -283,6 +283,7 @@ _GRAPHS = (
         "features/graphs/layers.py",
         "        fits = [g for g in self._free if (g.passes, g.most) == (passes, place)]",
         "        fits = [g for g in self._free if g.passes == passes]",
+        _G_MEMORY,
     ),
     _graphs(
         "streams-do-not-meet",
@@ -325,6 +326,12 @@ _GRAPHS = (
         "(longest // max(1, positions)).bit_length() - 1)",
         "(longest // max(1, positions)).bit_length())",
         _CHOICE,
+    ),
+    _graphs(
+        "ended-graphs-stay",
+        "megatron/install.py",
+        "            earlier.give_back()\n",
+        "            pass\n",
     ),
     _graphs(
         "graphs-with-fewer-keys",

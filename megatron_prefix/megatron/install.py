@@ -65,6 +65,10 @@ class Kept(Protocol):
         """Allocated on the device in between."""
         ...
 
+    def give_back(self) -> None:
+        """Frees that at once; nothing reads it any more, though hooks may still refer to it."""
+        ...
+
 
 class Hooks:
     """The hooks of one model chunk.
@@ -149,7 +153,8 @@ class Hooks:
         for undo in self._undo_kept.pop(part, ()):
             undo()
             self._undo.remove(undo)  # it holds what was kept, with its memory
-        self.kept.pop(part, None)
+        if (earlier := self.kept.pop(part, None)) is not None:
+            earlier.give_back()
         if kept is not None:
             self.kept[part], before = kept, len(self._undo)
             for override in overrides:

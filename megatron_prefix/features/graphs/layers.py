@@ -305,10 +305,11 @@ class LayerGraphs:
         return itertools.chain(self._free, self._taken.values())
 
     def give_back(self) -> None:
-        """Drops all sets between two attempts of a step, with their memory: the first ran out of
-        it, and in the second segments that had a set each share one."""
+        """Drops all sets, and the step's arenas, with their memory: at the end, and between two
+        attempts of a step, as the first ran out of it, and in the second segments that had a set
+        each share one."""
         self._free.clear()
-        self._addresses = ()
+        self.arenas, self._addresses = PlacedArenas(), ()
 
     def end_step(self) -> None:
         """Whatever has happened, no segment is between its forward and its backward."""

@@ -164,10 +164,10 @@ class Graphs(StepPart):
         recomputed = {index for index, policy in enumerate(policies) if policy == "recompute"}
         for stage, graphs in zip(attempt.stages, created, strict=True):
             if graphs is not None:
-                needs = Needs.of(plan, self.even)
-                graphs.begin_step(recomputed, self._arenas[stage.chunk], needs)
                 if self._has_begun:
                     graphs.give_back()
+                needs = Needs.of(plan, self.even)
+                graphs.begin_step(recomputed, self._arenas[stage.chunk], needs)
         if self._has_begun:
             free_memory()
         self._has_begun = self.kept[_RAN] = True
@@ -178,8 +178,6 @@ class Graphs(StepPart):
         graphs: LayerGraphs | None = hooks.kept.get(Graphs)
         if graphs is not None and graphs.most == self.even:
             return graphs
-        if graphs is not None:
-            graphs.give_back()  # at once: sets and layers refer to one another
         hooks.keep(Graphs, None)
         if not self.even:
             return None

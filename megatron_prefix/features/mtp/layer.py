@@ -86,6 +86,9 @@ class LooksAhead(Substitute):
         self.stock, self.block = in_place(*replaced), self
         self.gathers_output: bool | None = None
 
+    def give_back(self) -> None:
+        """See Kept: it holds nothing."""
+
     def overrides(self) -> Iterable[Override]:
         """See Kind."""
         if self._is_hybrid:
