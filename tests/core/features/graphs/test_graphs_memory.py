@@ -308,6 +308,7 @@ def test_sets_that_a_plan_does_not_count_go_before_it_runs(recorded_graphs):
     graphs._free = [*twins]
     graphs.begin_step(needs=choice.Needs(0, kept=(24, 12)))
     assert [*graphs.sets] == twins[:1]
+    assert graphs._unused(12, GraphForm(9), passes=False) is None  # it has another place
 
 
 @pytest.mark.parametrize(("lighter", "stay"), [(0.0, False), (1.0, True)])
