@@ -99,6 +99,18 @@ def stages(kind, patch):
     return lambda: manager.stage, lambda stage: setattr(manager, "stage", stage)
 
 
+@pytest.mark.parametrize("kind", ["slime", "miles"])
+def test_the_stage_of_queues_is_put_back_after_a_segment(kind, monkeypatch):
+    _, set_stage = stages(kind, monkeypatch)
+    one = router(routing_replay=Entries(ROUTES))
+    set_stage("replay_forward")
+    found = told.told(one, 0)
+    set_stage("replay_backward")
+    with told.replays_of(one).following(ROUTES[:2], found):
+        assert told.told(one, 0).action == told.FORWARD
+    assert told.told(one, 0).action == "REPLAY_BACKWARD"
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_routes_of_every_dtype_keep_experts_and_marks(dtype):
     marks = [-1, -2, -100] if dtype.is_signed else []
