@@ -66,8 +66,9 @@ def time_work(
         stock_times[work.name] = run.timed(first, steps, work.repeats)
     trained = loss.trained if setting.forward_only else None
     callbacks = Callbacks(trained, passes_together=True)
-    schedule, minutes = PrefixSchedule(work.config, callbacks), work.config.watchdog_minutes
-    run = _Run(schedule, chunks, setting, minutes)
+    # As in a trainer's process, where the first step is Megatron's: its bytes are the limit.
+    schedule = PrefixSchedule(work.config, callbacks, looks_first=True)
+    run = _Run(schedule, chunks, setting, work.config.watchdog_minutes)
     measured = run.timed(first, steps, work.repeats)
     row, attention = timing(work, setting, stock_times[work.name], measured), attention_of(chunks)
     return replace(row, stock_attention=attention.stock, prefix_attention=attention.prefix)
