@@ -1174,7 +1174,7 @@ _FEATURES = (
     ),
     _feature(
         "recurrent-rule-tried-without-gradients", "features/recurrent/probe.py",
-        "@torch.enable_grad()\n", "",
+        "@torch.inference_mode(False)  # which turns gradients on, too\n", "",
         f"{_F}/recurrent/test_states.py",
     ),
     _feature(

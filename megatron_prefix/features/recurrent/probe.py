@@ -29,8 +29,7 @@ COMPILED = ("GatedDeltaNet",)
 _BOUNDS = (0, 70, 73, 200)
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
+@torch.inference_mode(False)  # which turns gradients on, too
 def rule_refusal(
     rule: Callable[..., Any], device: str, dtype: torch.dtype, key_dim: int, value_dim: int,
     heads: int = 2,
