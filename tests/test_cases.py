@@ -126,12 +126,12 @@ ROWS = [
     # A trainer's own GatedDeltaNet.
     *(
         row(name, options)
-        for name, some in (("own delta global", OWN), ("own delta attribute", EVERY[::3]))
+        for name, some in (("own delta global", OWN), ("own delta attribute", EVERY[:4:3]))
         for options in (*some, "chunks of 2")
     ),
     row("own delta global", "whole", *TREE, "sidecar"),
     *(row(name, "chunks of 7") for name in ("own delta keywords", "own delta alone")),
-    *_recomputed("own delta attribute", "full", "selective"),
+    *_recomputed("own delta attribute", "selective", first=1),
     *_recomputed("own delta global", "full", "selective"),
     # Prompts in the segment of what follows them.
     *(row(name, each, *ran) for name in ("qk_norm", "mla") for each, ran in JOINED),
