@@ -91,9 +91,9 @@ def rows(
         passes.run(schedule, forward_step, run._chunks, items)
         milliseconds = 1e3 * (now(run._device) - begin)
         held = of_graphs(run._chunks)
-        highest = torch.cuda.max_memory_allocated() / GIB + held["graphs"]
+        highest = steps.peak_bytes(run._chunks) / GIB
         reserved = torch.cuda.max_memory_reserved() / GIB
-        row = dict(gib=min(highest, reserved), ms=milliseconds, reserved=reserved, **held)
+        row = dict(gib=highest, ms=milliseconds, reserved=reserved, **held)
         row["allocations"] = torch.cuda.memory_stats().get("num_device_alloc", 0) - allocations
         if isinstance(schedule, PrefixSchedule):
             report: Any = schedule.report

@@ -180,7 +180,7 @@ class Footprint:
         pool, pool_length: segments of up to `pool_length` positions are computed in places that
             stay from step to step (`place_of`): waves, and segments that run again, one after
             another in that of the longest, `pool` bytes for each of its positions, in every model
-            chunk. 0: in none.
+            chunk; other inner segments in one each. 0: in none.
         spared: of what a segment keeps, what it keeps there.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
             which segments a segment reads; None: there are no further messages.

@@ -24,7 +24,8 @@ PAYS = 0.97
 """Of the least time of a step without graphs, what one with them may take at most to keep them, for
 as many FLOPs, padding included."""
 MOST_LATE = 4
-"""Steps in a row that capture graphs, and take too long, before the next one decides."""
+"""Steps in a row that capture graphs and take too long, or have none yet, before the next one
+decides."""
 LAUNCHES = 0.1
 """What an action's launches take with graphs, of what they take without, until that is measured."""
 LIGHT = "recompute_act"

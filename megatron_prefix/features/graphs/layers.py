@@ -44,7 +44,8 @@ CHANGED = "what a layer gives the next was replaced between them: set graph_toke
 LIGHTER = 0.875
 """What a set for segments whose activations run again holds, about, of what others do."""
 SEEN_BEFORE = 1
-"""A length has graphs after so many segments of it: what is compiled for it is compiled there."""
+"""A length has graphs after so many segments of it, as what is compiled for it is compiled there;
+at once where a set has a place for it, which would be there for nothing."""
 
 logger = logging.getLogger(__name__)
 

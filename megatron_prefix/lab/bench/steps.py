@@ -66,7 +66,7 @@ def time_work(
         stock_times[work.name] = run.timed(first, steps, work.repeats)
     trained = loss.trained if setting.forward_only else None
     callbacks = Callbacks(trained, passes_together=True)
-    # As in a trainer's process, where the first step is Megatron's: its bytes are the limit.
+    # As in a trainer's process: in mode "auto" Megatron's schedule runs first, and is measured.
     schedule = PrefixSchedule(work.config, callbacks, looks_first=True)
     run = _Run(schedule, chunks, setting, work.config.watchdog_minutes)
     measured = run.timed(first, steps, work.repeats)
@@ -94,11 +94,14 @@ class _Run:
 
     @property
     def _warm_up_calls(self) -> int:
-        """More where CUDA graphs may be tried: by then it is settled whether they stay."""
+        """More of ours in mode "auto", which runs the first call with Megatron's schedule, and
+        where CUDA graphs may be tried: by then it is settled whether they stay."""
         schedule, least = self._schedule, self._setting.warm_up_calls
-        if not (self._on_gpu and isinstance(schedule, PrefixSchedule)):
+        if not isinstance(schedule, PrefixSchedule):
             return least
-        return max(least, TUNED) if schedule.config.graph_tokens == "auto" else least
+        least += schedule.config.mode == "auto"
+        tries_graphs = self._on_gpu and schedule.config.graph_tokens == "auto"
+        return max(least, TUNED) if tries_graphs else least
 
     def timed(
         self, warm_up: Sequence[Sequence[Any]], steps: Sequence[Sequence[Any]], repeats: int
@@ -126,7 +129,7 @@ class _Run:
                 measured.predicted_gib = max(measured.predicted_gib, predicted)
         if self._on_gpu:
             ours = isinstance(self._schedule, PrefixSchedule)
-            measured.gib = _peak(self._chunks if ours else ()) / GIB
+            measured.gib = peak_bytes(self._chunks if ours else ()) / GIB
         self._watch(measured, steps[-1])
         return together(measured, align.data_rank())
 
@@ -175,9 +178,10 @@ class _Run:
         return float(spent)
 
 
-def _peak(chunks: Sequence[Any]) -> int:
-    """Bytes, with those that CUDA graphs of layers use and torch counts as allocated while they are
-    captured alone: what is reserved then is the least that is known."""
+def peak_bytes(chunks: Sequence[Any]) -> int:
+    """The most device memory at once since torch's statistics were reset, with what only CUDA
+    graphs of model chunks use. While graphs are captured torch counts that itself, so the sum may
+    have it twice; there never was more than torch has reserved."""
     graphs = filter(None, map(graphs_of, chunks))
     peak = torch.cuda.max_memory_allocated() + sum(of.uncounted_bytes for of in graphs)
     return min(peak, torch.cuda.max_memory_reserved())

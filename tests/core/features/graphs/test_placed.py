@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_prefix import PrefixSchedule
 from megatron_prefix.features.graphs import layers, placed
 from megatron_prefix.features.graphs.kinds import may_be_inside
 from megatron_prefix.features.graphs.part import Graphs
@@ -17,7 +18,7 @@ from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.layers.kind import Part
 from megatron_prefix.sidecar.arena import DeviceBytes
 from megatron_prefix.tree.payload_map import Form, Level, RowMap, Run
-from tests.core.features.graphs.test_graphs import config, made, same, steps, without
+from tests.core.features.graphs.test_graphs import config, made, same, shared_step, steps, without
 from tests.harness.one_rank import small_model
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
@@ -220,3 +221,16 @@ def test_a_read_before_its_capture_is_an_error(monkeypatch):
     monkeypatch.setattr(layers.LayerGraphs, "_enter", early)
     with pytest.raises(RuntimeError, match="reads segment"):
         steps(small_model(), config(), 3)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_a_wave_that_reads_fewer_keys_has_the_same_graphs(monkeypatch):
+    def traces(model):
+        schedule = PrefixSchedule(config())
+        return [shared_step(schedule, model, prompt=prompt) for prompt in (300, 200, 260)]
+
+    model = small_model()
+    ours = traces(model)
+    assert made(model).captures == 1
+    monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)  # nothing is captured
+    same(ours, traces(small_model()))
