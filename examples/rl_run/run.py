@@ -1,7 +1,7 @@
 """GRPO from end to end: rollouts sampled by the model that is trained, with both schedules.
 
     python examples/rl_run/run.py --output runs/records                  # a CPU: minutes
-    python examples/rl_run/run.py --output runs/records --device cuda    # a GPU: 200 updates, prompts of 2,048 tokens
+    python examples/rl_run/run.py --output runs/records --device cuda    # a GPU: 100 updates, prompts of 2,048 tokens
 
 First a model learns from demonstrations until it answers some questions. From these weights GRPO
 runs three times, each run with rollouts of its own: with Megatron's stock schedule, with the same
@@ -88,8 +88,8 @@ SCALES = {
              kv_channels=64, ffn_hidden_size=2048, init_method_std=0.03, rotary_percent=0.25),
         prompt_tokens=2048, pack_tokens=16384, most_records=16, demonstrated=1500,
         records=64, questions=16,
-        updates=200, groups=24, answers=8, dtype="bfloat16", learning_rate=1e-3,
-        policy_rate=1.5e-4, growth=1.2,
+        updates=100, groups=32, answers=16, dtype="bfloat16", learning_rate=1e-3,
+        policy_rate=3e-4, growth=1.2,
     ),
 }  # fmt: skip
 SHAPE = {"tie_embeddings": True, "rotary_base": 1000.0}
