@@ -4,7 +4,8 @@
 
 The stock schedule runs transformer-engine's attention, which has no flash-attn-4. Here its core
 attention is flash-attn-4's own public functions wherever it runs a model in bfloat16: in the calls
-that are timed, their warm-up, and the alignment before them. Microbatches are one rollout, or packs
+that are timed, their warm-up, the alignment before them, and those that mode "auto" hands over.
+Microbatches are one rollout, or packs
 with `--baseline packed`.
 """
 
@@ -24,6 +25,7 @@ from megatron_prefix.lab.bench import steps
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.verify import align
 from megatron_prefix.layers.attention import window_of
+from megatron_prefix.megatron import stock
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.megatron.stock import stock_schedule
 
@@ -68,16 +70,18 @@ def with_fa4(chunks: list[Any]) -> Iterator[None]:
 
 def stock_with_fa4() -> Callable[..., Any]:
     """Replaces `stock_schedule` where both schedules are compared."""
-    stock = stock_schedule()
+    wrapped = stock_schedule()
 
     def schedule(**arguments: Any) -> Any:
         model = arguments["model"]
         with with_fa4(model if isinstance(model, list) else [model]):
-            return stock(**arguments)
+            return wrapped(**arguments)
 
     return schedule
 
 
 if __name__ == "__main__":
-    steps.stock_schedule = align.stock_schedule = stock_with_fa4  # type: ignore[assignment]
+    # The last is what mode "auto" falls back to.
+    for module in (steps, align, stock):
+        module.stock_schedule = stock_with_fa4  # type: ignore[attr-defined]
     raise SystemExit(main(["bench", *sys.argv[1:]]))

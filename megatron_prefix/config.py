@@ -129,7 +129,7 @@ class PrefixConfig:
     min_speedup: float = 1.05
     cost_file: str | None = None
     plan_file: str | None = None
-    graph_tokens: int | str = 0
+    graph_tokens: int | str = "auto"
     verify: int = 0
     watchdog_minutes: float = 5.0
 

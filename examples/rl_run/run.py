@@ -158,7 +158,7 @@ def read(path: str) -> dict[str, Any]:
 
 GIVEN = (
     *("updates", "groups", "answers", "prompt_tokens"),
-    *("demonstrated", "records", "questions"),
+    *("demonstrated", "records", "questions", "policy_rate"),
 )
 
 
@@ -180,10 +180,12 @@ def arguments() -> argparse.Namespace:
         "--kl", type=float, default=0.0, help="weight of the KL to the first policy"
     )
     for name in GIVEN:
-        text = f"default: {' or '.join(str(getattr(s, name)) for s in SCALES.values())}"
+        values = [getattr(scale, name) for scale in SCALES.values()]
+        is_rate = isinstance(values[0], float)
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=whole_number, metavar="N", help=text
-        )
+            f"--{name.replace('_', '-')}", type=rate if is_rate else whole_number,
+            metavar="X" if is_rate else "N", help=f"default: {values[0]} or {values[1]}",
+        )  # fmt: skip
     return parser.parse_args()
 
 
@@ -194,13 +196,24 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def rate(text: str) -> float:
+    """Of the command line, above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate between 0 and 1")
+    return value
+
+
 def settings_of(
-    scale: Scale, groups: int, rate: float, run: str = "prefix", kl: float = 0.0
+    scale: Scale, groups: int, learning_rate: float, run: str = "prefix", kl: float = 0.0
 ) -> TrainSettings:
     """Of updates with so many groups."""
     mode, backwards = MODES[run]
     return TrainSettings(
-        groups, lr=rate, warmup_steps=20, weight_decay=0.0, grpo=GrpoConfig(kl_coeff=kl),
+        groups, lr=learning_rate, warmup_steps=20, weight_decay=0.0, grpo=GrpoConfig(kl_coeff=kl),
         prefix=PrefixConfig(mode=mode, min_gain=16),
         baseline=Baseline("packed", scale.pack_tokens, backwards=backwards),
     )  # fmt: skip

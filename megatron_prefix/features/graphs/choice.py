@@ -32,6 +32,9 @@ LIGHT = "recompute_act"
 """The policy of segments whose activations alone run again."""
 ENOUGH = 2
 """Steps with sharing that were timed before graphs are tried."""
+SHORTEST = 1024
+"""Where there is no room for graphs of longer segments, those of half as long ones are tried, down
+to this."""
 
 
 class Held(NamedTuple):
@@ -69,7 +72,8 @@ class SeenSegments(NamedTuple):
         waits: see `longest_waiting`.
         captured: seconds in which some were captured.
         used: whether segments had some.
-        needs_room: whether it could not share, or ran twice, for want of memory.
+        needs_room: whether it could not share for want of memory.
+        retried: whether it ran twice, for want of memory.
         held: by what there is behind it.
         is_lent: whether memory was returned to the device between steps, for others.
     """
@@ -79,15 +83,15 @@ class SeenSegments(NamedTuple):
     captured: float
     used: bool
     needs_room: bool
+    retried: bool = False
     held: Held = Held()
     is_lent: bool = False
 
     @classmethod
     def most(cls, several: Iterable[SeenSegments]) -> SeenSegments:
         """Of several ranks."""
-        shared, waits, captured, used, needs_room, held, is_lent = zip(*several, strict=True)
-        flags = max(needs_room), Held.most(held), max(is_lent)
-        return cls(max(shared), max(waits), max(captured), max(used), *flags)
+        *numbers, held, is_lent = zip(*several, strict=True)
+        return cls(*map(max, numbers), Held.most(held), max(is_lent))
 
 
 @dataclass(frozen=True)
@@ -143,10 +147,15 @@ class GraphChoice:
             return replace(counted, tokens=1 << (counted.waits - 1).bit_length())
         return counted
 
-    def without_room(self) -> GraphChoice:
-        """After a timed step that could not share, or ran twice, for want of memory: graphs that
-        are tried end, as they hold some."""
-        return replace(self, is_open=False, tokens=0) if self.is_open and self.tokens else self
+    def without_room(self, *, retried: bool = False) -> GraphChoice:
+        """After a timed step that could not share for want of memory, which graphs hold: those of
+        shorter segments are tried, which hold less. If there are none, or a step ran twice, they
+        end."""
+        if not (self.is_open and self.tokens):
+            return self
+        if retried or self.tokens <= SHORTEST:
+            return replace(self, is_open=False, tokens=0)
+        return replace(self, tokens=self.tokens // 2)
 
     def lent(self) -> GraphChoice:
         """Where others use the device between steps: what graphs hold would be in their way."""

@@ -243,8 +243,8 @@ class Graphs(StepPart):
     def _after(self, choice: GraphChoice, step: TimedStep, counts: SeenSegments) -> GraphChoice:
         """The use of graphs from the next step on. While the first steps are measured there are
         none: a capture is no time of a step."""
-        if counts.needs_room and choice.tokens:
-            return choice.without_room()
+        if choice.tokens and (counts.needs_room or counts.retried):
+            return choice.without_room(retried=counts.retried)
         work = flops(step.report.plan, self.rank.model.cost)
         if not (step.report.decision.share and step.predicted > 0 and work > 0):
             return choice
@@ -270,9 +270,9 @@ class Graphs(StepPart):
             waits = longest_waiting(report.plan, *times, without_waiting)
         captured = sum(graphs.captured for graphs in self._graphs)
         used = any(graphs.used for graphs in self._graphs)
-        no_room = report.decision.over_limit or report.retried
         lent: bool = self.kept.get(_LENT, False)
-        counts = report.decision.share, waits, captured, used, no_room
+        no_room = report.decision.over_limit, report.retried
+        counts = report.decision.share, waits, captured, used, *no_room
         return SeenSegments(*counts, self._held(), lent)
 
     def _held(self) -> Held:

@@ -65,8 +65,10 @@ def test_steps_in_which_some_are_captured_do_not_decide():
 
 
 def test_they_end_where_there_is_no_room_for_them():
-    ended = tried().without_room()
-    assert ended.tokens == 0 and not ended.is_open
+    shorter = tried(1900).without_room()
+    assert shorter.tokens == 1024 and shorter.is_open
+    for ended in (shorter.without_room(), tried(1900).without_room(retried=True)):
+        assert ended.tokens == 0 and not ended.is_open
     kept = tried().after(0.9, 0, may_try=True)
     for choice in (GraphChoice.of("auto"), GraphChoice.of(64), kept):
         assert choice.without_room() == choice
