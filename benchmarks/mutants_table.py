@@ -266,6 +266,27 @@ _GRAPHS = (
         _G_PLACED,
     ),
     _graphs(
+        "stock-beside-graphs",
+        "megatron/stock.py",
+        '    if not arguments.get("forward_only"):\n        give_back(arguments["model"])\n',
+        "",
+        "tests/core/features/graphs/test_graphs_auto.py",
+    ),
+    _graphs(
+        "made-anew-for-ever",
+        "features/graphs/part.py",
+        " or self.kept.get(_MADE, 0) >= MOST_MADE",
+        "",
+        "tests/core/features/graphs/test_graphs_auto.py",
+    ),
+    _graphs(
+        "all-or-no-graphs",
+        "features/graphs/choice.py",
+        "        return replace(self, tokens=self.tokens // 2)",
+        "        return replace(self, is_open=False, tokens=0)",
+        _CHOICE,
+    ),
+    _graphs(
         "uncounted-sets-stay",
         "features/graphs/layers.py",
         "                kept[graphs.most] -= 1\n",

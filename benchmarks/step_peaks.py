@@ -30,14 +30,13 @@ from typing import Any
 import torch
 
 from benchmarks import vision_step
-from megatron_prefix.features.graphs.part import Graphs, graphs_of
+from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.features.measure import allocator
 from megatron_prefix.features.measure.allocator import Peaks
 from megatron_prefix.lab.bench import steps
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.rl.updates import now
-from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.execute.memory_control import free_memory
 from megatron_prefix.run.schedule import PrefixSchedule
 
@@ -126,8 +125,6 @@ def watch(output: Path, num: int, mode: str) -> None:
         ours, schedule = isinstance(run._schedule, PrefixSchedule), run._schedule
         measured = timed(run, warm_up, all_steps, repeats)
         if ours:
-            for hooks in filter(None, map(installed, run._chunks)):
-                hooks.keep(Graphs, None)  # the timed schedule's are no part of stock's peak
             config = replace(schedule.config, mode=mode, min_speedup=0.01)
             schedule = PrefixSchedule(config, looks_first=True)
             torch.cuda.reset_peak_memory_stats()

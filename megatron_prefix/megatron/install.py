@@ -403,6 +403,15 @@ def installed(model: nn.Module) -> Hooks | None:
     return hooks
 
 
+def give_back(models: nn.Module | Sequence[nn.Module]) -> None:
+    """Drops what parts keep with model chunks, with its memory."""
+    chunks = models if isinstance(models, Sequence) else [models]
+    for hooks in filter(None, map(installed, chunks)):
+        if hooks.kept:
+            hooks.keep_only(())
+            torch.cuda.empty_cache()
+
+
 def install(model: nn.Module, kernel: str = "auto") -> Hooks:
     """Installs the hooks on a model chunk, once: a second call only changes the kernel.
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
 
+from megatron_prefix.megatron.install import give_back
+
 
 def stock_schedule(*args: Any, **options: Any) -> Callable[..., Any]:
     """What Megatron's `get_forward_backward_func` returns for these arguments."""
@@ -20,7 +22,9 @@ def stock_schedule(*args: Any, **options: Any) -> Callable[..., Any]:
 
 
 def run_stock(arguments: Mapping[str, Any], **changes: Any) -> list[Any]:
-    """Runs a call of Megatron's schedule."""
+    """Runs a call of Megatron's schedule; one with gradients needs all memory that is its own."""
+    if not arguments.get("forward_only"):
+        give_back(arguments["model"])
     store: list[Any] = stock_schedule()(**{**arguments, **changes})
     return store
 

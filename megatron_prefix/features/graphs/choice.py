@@ -91,7 +91,9 @@ class SeenSegments(NamedTuple):
     def most(cls, several: Iterable[SeenSegments]) -> SeenSegments:
         """Of several ranks."""
         *numbers, held, is_lent = zip(*several, strict=True)
-        return cls(*map(max, numbers), Held.most(held), max(is_lent))
+        shared, waits, captured, used, needs_room, retried = map(max, numbers)
+        room = needs_room, retried, Held.most(held)
+        return cls(shared, waits, captured, used, *room, max(is_lent))
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _CHOICE, _RAN, _ARENAS, _CAPTURED = "choice", "ran", "arenas", "captured"
 _HELD, _TIMED, _RESERVED, _LENT = "held", "timed", "reserved", "lent"
+_STAYED, _MADE = "stayed", "made"
 ROOM = 1.08
 """Of what graphs hold, what is planned for: captures leave gaps in torch's memory."""
+MOST_MADE = 4
+"""Steps in a row that make graphs anew, as the stock schedule has run before, until there are no
+more."""
 COPIES = 3
 """Hidden states a position that a segment keeps in front of graphs and behind them."""
 TIMED = 3
@@ -123,11 +127,19 @@ class Graphs(StepPart):
 
     @contextlib.contextmanager
     def around_run(self, report: StepReport, request: Request) -> Iterator[None]:
-        """See StepPart. Sees whether torch holds less than behind the last step."""
-        lent = cuda.reserved_bytes(self.rank.device) < self.kept.get(_RESERVED, 0)
+        """See StepPart. Sees whether torch holds less than behind the last step, though graphs did
+        not go for a step of the stock schedule."""
+        went = self.kept.get(_STAYED, False) and not self._stay
+        lent = cuda.reserved_bytes(self.rank.device) < self.kept.get(_RESERVED, 0) and not went
         self.kept[_LENT] = self.kept.get(_LENT, False) or lent
         yield
         self.kept[_RESERVED] = cuda.reserved_bytes(self.rank.device)
+        self.kept[_STAYED] = self._stay
+
+    @property
+    def _stay(self) -> bool:
+        """Whether model chunks have graphs."""
+        return any(map(graphs_of, self.rank.models))
 
     def prepare(self, plan: Plan, predicted: Callable[[], RankMemory]) -> None:
         """See StepPart."""
@@ -157,7 +169,9 @@ class Graphs(StepPart):
     def begin(self, attempt: Attempt) -> None:
         """See StepPart: before another attempt what graphs hold is given back: as much as all
         segments keep that had some at once, while the leaner plan is to hold one of them."""
+        stayed = self._stay
         created = [self._of(stage.hooks) for stage in attempt.stages]
+        self.kept[_MADE] = self.kept.get(_MADE, 0) + (self._stay and not stayed)
         self._graphs = [graphs for graphs in created if graphs is not None]
         plan = attempt.plan
         policies = map(plan.policy, range(len(plan.segments)))
@@ -203,6 +217,8 @@ class Graphs(StepPart):
         """See StepPart."""
         for graphs in self._graphs:
             graphs.end_step()
+            if graphs.used and not graphs.captured:
+                self.kept[_MADE] = 0
 
     @property
     def is_tuning(self) -> bool:  # type: ignore[override]
@@ -225,7 +241,7 @@ class Graphs(StepPart):
         self.learn(observed.held)
         if observed.is_lent and before != (before := before.lent()):
             logger.info(
-                "no CUDA graphs: between steps memory is returned to the device, for others"
+                "no CUDA graphs: between steps others, or the stock schedule, need their memory"
             )
             self.kept[_CHOICE] = before
         if not before.is_open:
@@ -270,7 +286,7 @@ class Graphs(StepPart):
             waits = longest_waiting(report.plan, *times, without_waiting)
         captured = sum(graphs.captured for graphs in self._graphs)
         used = any(graphs.used for graphs in self._graphs)
-        lent: bool = self.kept.get(_LENT, False)
+        lent = self.kept.get(_LENT, False) or self.kept.get(_MADE, 0) >= MOST_MADE
         no_room = report.decision.over_limit, report.retried
         counts = report.decision.share, waits, captured, used, *no_room
         return SeenSegments(*counts, self._held(), lent)

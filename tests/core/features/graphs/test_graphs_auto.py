@@ -9,6 +9,8 @@ from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.features.graphs import choice, cuda, part
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.features.measure import cost_meter
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.verify import align
 from megatron_prefix.run import parts_of_call
 from tests.core.features.graphs.test_graphs import shared_step
 from tests.harness.one_rank import small_model
@@ -111,3 +113,19 @@ def test_steps_go_on_where_graphs_cannot_be_imported(monkeypatch, caplog):
     schedule = PrefixSchedule(replace(CONFIG, graph_tokens=32))
     shared_step(schedule, small_model())
     assert "the use of CUDA graphs is left out: " in caplog.text
+
+
+def test_the_stock_schedule_has_the_memory_of_graphs(monkeypatch, recorded_graphs):
+    """Where it takes every other step, they end."""
+    monkeypatch.setattr(choice, "PAYS", 1e9)
+    monkeypatch.setattr(cost_meter, "EVERY", 1)
+    model, schedule = small_model(), PrefixSchedule(CONFIG)
+    for seed in range(8):
+        shared_step(schedule, model, seed)
+    for _ in range(part.MOST_MADE):
+        assert part.graphs_of(model) is not None and choice_of(schedule).tokens
+        items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64)], 0)
+        align.run_step(PrefixSchedule(replace(CONFIG, mode="off")), [model], items, optimize=False)
+        assert part.graphs_of(model) is None
+        shared_step(schedule, model)
+    assert not choice_of(schedule).tokens
