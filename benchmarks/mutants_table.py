@@ -935,7 +935,8 @@ _DSA = (
 
 _REPLAY = "tests/core/alignment/test_replay.py"
 _QUEUES = "tests/core/alignment/test_replay_queues.py"
-_CALLS = "tests/core/alignment/test_routes_of_calls.py"
+_ROWS = "tests/test_cases.py -k replay"
+_ROWS_ON_RANKS = "tests/test_cases_on_ranks.py -k 'step and (tp2_sp or cp2 and not cp2_ and not _cp2)'"
 _TOLD = "tests/core/features/replay/test_told.py"
 _READ = "tests/core/run/read/test_samples.py"
 _TABLE = "tests/core/features/replay/test_told.py"
@@ -953,21 +954,21 @@ _ROUTES = (
         "features/replay/segments.py",
         "numbers = local[:, router.layer_number - 1].long()",
         "numbers = local[:, router.layer_number - 2].long()",
-        _REPLAY,
+        f"{_ROWS}\n{_ROWS_ON_RANKS}",
     ),
     _replay(
         "routes-of-the-first-rank",
         "features/replay/segments.py",
         "routes.chunk(parts)[router.tp_group.rank()]",
         "routes.chunk(parts)[0]",
-        _REPLAY,
+        f"{_ROWS}\n{_ROWS_ON_RANKS}",
     ),
     _replay(
         "routes-of-the-beginning",
         "features/replay/segments.py",
         "= routes[span.start : span.end]",
         "= routes[: span.length]",
-        _REPLAY,
+        f"{_ROWS}\n{_ROWS_ON_RANKS}",
     ),
     _replay(
         "marks-are-experts",
@@ -981,7 +982,7 @@ _ROUTES = (
         "features/replay/segments.py",
         "            self._offsets //= size\n",
         "",
-        _REPLAY,
+        f"{_ROWS}\n{_ROWS_ON_RANKS}",
     ),
     _replay(
         "routes-of-a-buffer-not-cloned",
@@ -1048,14 +1049,14 @@ _ROUTES = (
         "features/replay/routes.py",
         ".transpose(0, 1).flatten(0, 1)",
         ".flatten(0, 1)",
-        _CALLS,
+        _ROWS,
     ),
     _replay(
         "calls-of-sequence-ranks-mixed",
         "features/replay/routes.py",
         "return torch.cat([part for call in range(calls) for part in parts[call::calls]])",
         "return torch.cat(parts)",
-        f"{_CALLS}\n{_REPLAY}",
+        _ROWS_ON_RANKS,
     ),
     _replay(
         "layers-in-the-order-of-stages",
@@ -1097,7 +1098,7 @@ _ROUTES = (
         "features/replay/routes.py",
         "followed[router.layer_number - 1] =",
         "followed[router.layer_number % rank.config.num_layers] =",
-        f"{_REPLAY}\n{_CALLS}",
+        f"{_ROWS}\n{_ROWS_ON_RANKS}",
     ),
 )
 

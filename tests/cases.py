@@ -212,6 +212,10 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "mla experts": Family(
         "tiny-deepseek", config={"moe_router_load_balancing_type": "aux_loss"}
     ),
+    # Routers that follow routes; the schedule may ask for them.
+    **{name: Family("tiny-moe", spec, _Z | _BIAS | {"moe_enable_routing_replay": True})
+       for name, spec in (("replay", {}), ("replay asked", {}),
+                          ("replay mtp", {"mtp_num_layers": 1}))},
     # Multi-token prediction.
     "mtp experts": Family("tiny-moe", {"mtp_num_layers": 1}, _Z),
     "mtp norms": Family("tiny-qwen3", {"mtp_num_layers": 1}),

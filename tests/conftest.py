@@ -35,10 +35,10 @@ LONGEST = (
     "test_cases", "test_cases_on_ranks", "test_oracle", "test_verl", "test_cases_of_trainers",
     "test_mtp_newer", "test_packaging", "test_train", "test_cases_across_ranks", "test_vision",
     "test_quantised", "test_two_nodes", "test_overlap", "test_byte_meter", "test_graphs",
-    "test_pretrain", "test_memory_limit_ranks", "test_cases_with_graphs", "test_replay",
+    "test_pretrain", "test_memory_limit_ranks", "test_cases_with_graphs",
     "test_out_of_memory", "test_fp8", "test_deal", "test_tree", "test_across_step", "test_failures",
     "test_graphs_auto", "test_resume", "test_placed", "test_segments", "test_shipped",
-    "test_features", "test_site", "test_mtp", "test_routes_of_calls", "test_bench_memory",
+    "test_features", "test_site", "test_mtp", "test_bench_memory",
     "test_rooms", "test_bench_steps", "test_hybrid_memory", "test_sparse", "test_graphs_memory",
     "test_dead_rank", "test_benchmarks",
 )  # fmt: skip

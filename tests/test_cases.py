@@ -90,6 +90,11 @@ ROWS = [
         if (name, options) != ("mtp 5", "whole")
     ),
     row("experts both", "whole", recompute="moe+layernorm"),
+    # Routes that routers follow.
+    row("replay", "small", form="thd", loss_mask="absent", session="evaluate"),
+    row("replay", "recompute", form="rows", recompute="full"),
+    row("replay asked", "small", form="rows"),
+    row("replay mtp", "recompute chunks"),
     row("gqa", "joined", scale="by_microbatch"),
     row("gqa", "small", calls="reference_before"),
     row("experts all", "recompute chunks", scale="by_microbatch", returns="per_token"),
@@ -159,7 +164,7 @@ MTP = [
     row("mtp", "chunks of 7", loss_mask="absent"),
     row("mtp", "recompute chunks", loss_mask="weighed", returns="per_token"),
     *(row("mtp", "chunks of 7", session=kind) for kind in ("evaluate", "train_eval_mixed")),
-    row("mtp", "whole", form="thd", loss_mask="absent"),
+    row("mtp", "whole", form="thd_ends"),
     # As slime and miles call models.
     row("mtp keyword", "recompute chunks", **KEYWORD),
     row("mtp keyword", "small", recompute="full", **KEYWORD),
@@ -225,6 +230,13 @@ NOT_SHARED = [
         for name in ("expert_bias", "aux_loss")
     ),
     replace(row("mtp unused experts"), expects="refused", says=table.AHEAD_IDLE.name),
+    *(
+        replace(row("mtp", form="thd_padded"), mode=mode, expects=expects, says=says)
+        for mode, expects, says in (
+            ("on", "refused", table.AHEAD_PADDED.name),
+            ("auto", "fallback", table.AHEAD_PADDED.fix),
+        )
+    ),
     replace(row("gqa", raises="data_ends"), expects="refused", says="data iterator ended after 7"),
     replace(row("gqa", session="mode_around_call"), expects="refused", says="model.train() or"),
     *(

@@ -27,6 +27,7 @@ ACROSS: dict[str, list[Row]] = {
             for name in ("experts bias alone", "experts all")
         ),
         crossed("experts both", "across whole", "crossed", recompute="full"),
+        *(crossed(name, "across_ranks", "crossed") for name in ("replay", "replay asked")),
         crossed("qk_norm", "across_ranks", "crossed", form="thd", loss_mask="tails"),
         crossed("experts both", "across_ranks", "crossed", scale="by_microbatch",
                 returns="per_token"),

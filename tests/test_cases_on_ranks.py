@@ -58,6 +58,8 @@ ON_RANKS: dict[str, list[Row]] = {
         row("mtp experts", "small", form="one", **SCALED),
         row("gdn in packs", "small", form="thd_padded"),
         row("qk_norm", "small", "ends left out", form="thd_padded", loss_mask="tails"),
+        row("replay", "small", form="thd_padded"),
+        row("replay asked", "recompute chunks", recompute="full"),
     ],
     "tp2": [
         *(row(name) for name in ("own delta global", "gpt-oss", "adapted")),
@@ -88,6 +90,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("adapted", "small"),
         row("mtp experts", "small", form="one", **SCALED),
         row("experts both", "small", form="one", scale="calls"),
+        *(row(name, "recompute chunks") for name in ("replay", "replay asked")),
     ],
     "pp4": [row("tied", "recompute", recompute="full", returns="per_token", scale="constant")],
     "pp2_vpp2": [
@@ -125,6 +128,7 @@ ON_RANKS: dict[str, list[Row]] = {
           for mask, form in (("tails", "rows"), ("tails of rank 0", "thd_padded"))),
         row("experts bias", "small", form="one", returns="per_token"),
         row("experts both", "small", form="one", **SCALED),
+        *(row(name, "small") for name in ("replay", "replay asked")),
     ],
     "dp2": [
         graphs("gqa", "graphs recompute", ddp="overlapped"),
@@ -161,6 +165,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("experts both", "small", form="thd_padded"),
         row("experts seq", "small"),
         row("experts both", "small", ddp="overlapped"),
+        row("replay", "recompute chunks"),
         row("mtp experts", "small", form="one", scale="calls"),
         auto_row(table.DATA_EXCHANGE.fix, model="aux_loss", exchange="in_loss"),
     ],

@@ -116,20 +116,6 @@ def routes_of(items):
     return Callbacks(routes=lambda call: items[call.microbatch].get("routes"))
 
 
-def replaying(step, routers):
-    """A `forward_step_func` that gives Megatron's routers the routes of its microbatch first."""
-
-    def replay(data_iterator, model):
-        batch = next(data_iterator)
-        for router in routers.values():
-            experts = batch["routes"][:, :, router.layer_number - 1].transpose(0, 1).flatten(0, 1)
-            parts = experts.chunk(router.tp_group.size())
-            router.router_replay.set_target_indices(parts[router.tp_group.rank()])
-        return step(iter([batch]), model)
-
-    return replay
-
-
 def group(seed, num):
     """One group of rollouts with a common prompt, one a microbatch."""
     draw = np.random.default_rng(seed)

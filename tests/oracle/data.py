@@ -163,7 +163,7 @@ def batches(case: Case, part: int, cp_rank: int, cp: int) -> list[dict[str, Any]
 
 def _batch(case, samples, number, part, cp_rank, cp):
     true = [len(sample.trained) for sample in samples]
-    step = 8 if case.form == "thd_padded" else multiple(case)
+    step = 8 if case.form in ("thd_padded", "thd_ends") else multiple(case)
     goal = true if case.packed else [max(true)] * len(true)
     lengths = [-(-length // step) * step for length in goal]
     draw = np.random.default_rng([case.seed, part, number])
@@ -177,6 +177,7 @@ def _batch(case, samples, number, part, cp_rank, cp):
             "position_ids": np.arange(length), "sample": np.full(length, index),
             "weight": draw.uniform(0.5, 1.5, length),
             "other": (sample.tokens[:-1] + sample.trained) % VOCAB,
+            "code": _codes(sample.tokens[:-1], (number + index) % 3 == 0),
         }  # fmt: skip
         for name, values in fields.items():
             columns.setdefault(name, []).append(np.pad(values, (0, length - len(values))))
@@ -192,7 +193,7 @@ def _batch(case, samples, number, part, cp_rank, cp):
     )
     batch["longest"] = max(lengths)
     batch |= _masks(case, batch)
-    batch["routes"] = torch.from_numpy(_routes(draw, batch["tokens"]))
+    batch["routes"] = _routes(batch.pop("code"))
     return batch
 
 
@@ -212,10 +213,17 @@ def held(length: int, rank: int, ranks: int) -> np.ndarray:
     return np.concatenate([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-def _routes(draw: np.random.Generator, tokens: Tensor) -> np.ndarray:
-    """[layers, positions, 2] of experts, in the order in which routers see tokens (s, b)."""
-    first = draw.integers(0, 8, (2, tokens.numel()))
-    return np.stack([first, (first + 1 + draw.integers(0, 7, first.shape)) % 8], -1)
+def _codes(tokens: np.ndarray, leaves: bool) -> np.ndarray:
+    """A number of all tokens up to each; some samples leave the others in the middle."""
+    codes = np.cumsum(tokens * 31 + 7) % 9973
+    codes[11:] += leaves
+    return codes
+
+
+def _routes(codes: Tensor) -> Tensor:
+    """[rows, positions, 2 layers, 2] of experts: positions follow their own tokens."""
+    first = torch.stack([codes * layer % 8 for layer in (1, 2)], -1)
+    return torch.stack([first, (first + 1 + codes[..., None] // 7 % 7) % 8], -1)
 
 
 def _masks(case: Case, batch: dict[str, Any]) -> dict[str, Tensor | None]:

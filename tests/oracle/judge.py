@@ -14,6 +14,7 @@ from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.device.tolerance import tolerance
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics.compare import Conditions, Trace, compare
+from megatron_prefix.run.calls import Callbacks
 from tests.cases import FAMILIES, OPTIONS
 from tests.oracle import model as models
 from tests.oracle.case import Case
@@ -56,16 +57,20 @@ def run(case: Case, mode: str, stock: Sequence[Call] = ()) -> list[Call]:
         parts = models.build(case)
         seed_all(case.seed)
         trainer = Trainer(case, parts, [call.gradients for call in stock])
-        return list(trainer.session(_schedules(case, mode)))
+        return list(trainer.session(_schedules(case, mode, trainer)))
 
 
-def _schedules(case: Case, mode: str) -> Callable[[], Any]:
+def _schedules(case: Case, mode: str, trainer: Trainer) -> Callable[[], Any]:
     if mode == "stock":
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         return get_forward_backward_func
     fields = {"mode": mode, "min_gain": 0, "min_speedup": 1e-6, **OPTIONS[case.options]}
-    schedule = PrefixSchedule(PrefixConfig(**fields), looks_first=len(SESSIONS[case.session]) > 1)
+    callbacks = Callbacks()
+    if case.model == "replay asked":
+        callbacks = Callbacks(routes=lambda call: trainer.found[call.microbatch]["routes"])
+    looks = len(SESSIONS[case.session]) > 1
+    schedule = PrefixSchedule(PrefixConfig(**fields), callbacks, looks_first=looks)
     return lambda: schedule
 
 

@@ -74,11 +74,16 @@ def build(case: Case) -> Parts:
     return Parts(models, languages, reads, other)
 
 
+def routers(language: Any) -> list[Any]:
+    """Those of its decoder that record or follow routes."""
+    return [m for m in language.decoder.modules() if getattr(m, "router_replay", None) is not None]
+
+
 def _model(case: Case, language: Any, reads: list[Tensor]) -> Any:
     """A language model with what the trainer has put around it."""
-    if case.model in ("record", "replay_forward"):
-        action = getattr(RouterReplayAction, case.model.upper())
-        RouterReplay.set_global_router_replay_action(action)
+    action = RouterReplayAction.RECORD if case.model == "record" else None
+    for router in routers(language):
+        router.router_replay.set_router_replay_action(action or RouterReplayAction.REPLAY_FORWARD)
     hooked(case, language, reads)
     if case.sets not in ("nothing", "z_loss_coeff"):
         attention_of_last = language.decoder.layers[-1].self_attention

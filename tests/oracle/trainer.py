@@ -334,8 +334,8 @@ class Trainer:
             parameter = next(iter(self.parts.languages[0].parameters()))
             shape = get(item, "tokens").shape
             return parameter.sum() * 0 + torch.ones(shape, dtype=parameter.dtype), more
-        if case.model == "replay_forward":
-            RouterReplay.set_replay_data([*get(item, "routes")])
+        if case.model.startswith("replay"):
+            self._route(get(item, "routes"), unwrap(model))
         context = self._context()
         output = self._around(model, item, context)
         if context is not None:
@@ -349,6 +349,14 @@ class Trainer:
         if case.calls == "twice" or self._is_late("second_call"):
             more["other"] = self._model_call(model, item, None, tokens="other")
         return output, more
+
+    def _route(self, routes: Tensor, model: Any) -> None:
+        """Tells routers where to send tokens: this rank's part, positions first."""
+        for router in models.routers(getattr(model, "language_model", model)):
+            rows = routes[:, :, router.layer_number - 1].transpose(0, 1).flatten(0, 1)
+            parts = rows.chunk(router.tp_group.size() if router.config.sequence_parallel else 1)
+            mine = parts[router.tp_group.rank() if len(parts) > 1 else 0]
+            router.router_replay.set_target_indices(mine)
 
     def _context(self) -> Any:
         kinds: dict[str, Any] = {"empty_dict": {}, "empty_list": []}
@@ -624,7 +632,7 @@ def _gradient(parameter: Any) -> Tensor:
 
 def _packing(item: Any, case: Case) -> PackedSeqParams:
     true, padded = get(item, "ends"), get(item, "ends_padded")
-    if case.form != "thd_padded":
+    if case.form == "thd":
         padded = None
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=true, cu_seqlens_kv=true, cu_seqlens_q_padded=padded,

@@ -1,29 +1,19 @@
-"""Routers that follow given routes, on several ranks: against Megatron's schedule, replaying."""
-
-from dataclasses import dataclass, replace
+"""Routers that follow given routes: what is refused, and what they leave. Steps are rows of the
+table of cases."""
 
 import numpy as np
 import pytest
-import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.experts.routers import routers as routers_in
-from megatron_prefix.lab import runtime
-from megatron_prefix.lab.models.build import build_model, unwrap
-from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import assert_close
-from megatron_prefix.lab.rl import batches
 from megatron_prefix.lab.rl.metrics import of_report
-from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.ranks import run_ranks
 from tests.harness.trees import with_routes
 
 LAYERS, EXPERTS, ROLLOUTS = 2, 4, 4
@@ -32,26 +22,6 @@ ROUTED = {"moe_enable_routing_replay": True, "moe_router_enable_expert_bias": Tr
           "moe_router_score_function": "sigmoid"}  # fmt: skip
 CONTRACT = steps.Contract()
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=24, memory="recompute")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout and a prefix schedule."""
-
-    layout: Layout
-    prefix: PrefixConfig = CHUNKED
-    recompute: str = "none"
-    ahead: bool = False
-
-
-CASES = {
-    "PP2": Case(Layout(pp=2)),
-    "CP2": Case(Layout(cp=2)),
-    "EP2": Case(Layout(dp=2, ep=2)),
-    "DP2 across ranks": Case(Layout(dp=2), replace(CHUNKED, across_ranks="on")),
-    "TP2, full recompute": Case(Layout(tp=2, sequence_parallel=True), recompute="full"),
-    "MTP": Case(Layout(), ahead=True),
-}
 
 
 def rollouts():
@@ -68,68 +38,15 @@ def rollouts():
 
 def items():
     """This rank's microbatches, one a rollout: every other one of two data-parallel ranks."""
-    rank = parallel_state.get_context_parallel_rank()
-    size = parallel_state.get_context_parallel_world_size()
     made = [steps.microbatch([pairs], "group", uid) for uid, pairs in enumerate(rollouts())]
-    mine = made[
-        parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()
-    ]
-    return [batches.on_cp_rank(item, rank, size) for item in mine]
+    group = parallel_state.get_data_parallel_group()
+    return made[group.rank() :: group.size()]
 
 
-def set_action(action, routers=None):
-    """What a trainer does before a pass, for some of the routers only."""
+def set_action(action):
+    """What a trainer does before a pass."""
     RouterReplay.clear_global_indices()
-    RouterReplay.set_global_router_replay_action(action if routers is None else None)
-    for router in (routers or {}).values():
-        router.router_replay.set_router_replay_action(action)
-
-
-def compare(case):
-    """Compares a step and a pass without gradients; executed positions, and those not shared."""
-
-    def on_rank():
-        runtime.initialize(case.layout)
-        fields = {**SIZES, "moe_aux_loss_coeff": 1.0}
-        fields |= {"mtp_num_layers": 1} if case.ahead else {}
-        spec = resolve("tiny-moe", **fields).with_vocab(64)
-        (model,) = build_model(
-            spec, layout=case.layout, dtype="float64", recompute=case.recompute,
-            config_overrides=ROUTED,
-        )  # fmt: skip
-        routers = routers_in(unwrap(model))
-        if len(routers) > len(unwrap(model).decoder.layers):  # nobody has routes for it
-            routers.popitem()
-        step = steps.replaying(CONTRACT.step, routers)
-        told, asked = (
-            PrefixSchedule(case.prefix, callbacks)
-            for callbacks in (Callbacks(), steps.routes_of(items()))
-        )
-        found = []
-        for schedule in (get_forward_backward_func(), told, asked):
-            set_action(RouterReplayAction.REPLAY_FORWARD, routers)
-            for router in routers_in(unwrap(model)).values():
-                router.expert_bias.zero_()  # a step moves it
-            with torch.no_grad():
-                logs = steps.call(schedule, step, model, items(), forward_only=True)
-            more, gradients = steps.run(schedule, step, model, items())
-            found.append((gradients, [log["sum"] for log in logs + more]))
-        (expected, sums), *both = found
-        for gradients, other in both:
-            steps.assert_gradients(gradients, expected, 200)
-            if sums:
-                assert_close(torch.stack(other), torch.stack(sums), 200)
-        forest, same = told.report.forest, asked.report.forest
-        assert forest.executed_tokens == same.executed_tokens
-        return forest.executed_tokens, forest.unshared_by_routes
-
-    return run_ranks(case.layout.world_size, on_rank)[0]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_is_that_of_the_stock_schedule(name):
-    executed, unshared = compare(CASES[name])
-    assert 0 < unshared < executed < sum(map(len, rollouts()))
+    RouterReplay.set_global_router_replay_action(action)
 
 
 @pytest.fixture(scope="module")

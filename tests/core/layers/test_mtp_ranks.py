@@ -7,11 +7,26 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
-from tests.core.layers.test_mtp import WithPositions
 from tests.harness import calls
-from tests.harness.calls import Form
+from tests.harness.calls import Form, Trainer
 from tests.harness.one_group import schedule_with
 from tests.harness.ranks import run_ranks
+
+
+class WithPositions(Trainer):
+    """Megatron moves position_ids, too, and needs them."""
+
+    def step(self, iterator, model):
+        def call(**given):
+            if given["input_ids"] is None:
+                return model(**given)
+            batch = next(one for one in self.batches if one["tokens"] is given["input_ids"])
+            places = [torch.arange(length) for length in batch["lengths"]]
+            packed = self.form.packed
+            given["position_ids"] = torch.cat(places)[None] if packed else torch.stack(places)
+            return model(**given)
+
+        return super().step(iterator, call)
 
 
 def refused_on(layout, change, form):
