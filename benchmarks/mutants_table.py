@@ -936,7 +936,9 @@ _DSA = (
 _REPLAY = "tests/core/alignment/test_replay.py"
 _QUEUES = "tests/core/alignment/test_replay_queues.py"
 _ROWS = "tests/test_cases.py -k replay"
-_ROWS_ON_RANKS = "tests/test_cases_on_ranks.py -k 'step and (tp2_sp or cp2 and not cp2_ and not _cp2)'"
+_ROWS_ON_RANKS = (
+    "tests/test_cases_on_ranks.py -k 'step and (tp2_sp or cp2 and not cp2_ and not _cp2)'"
+)
 _TOLD = "tests/core/features/replay/test_told.py"
 _READ = "tests/core/run/read/test_samples.py"
 _TABLE = "tests/core/features/replay/test_told.py"
@@ -1221,7 +1223,7 @@ _FEATURES = (
         "plan-files-of-other-rollouts", "features/plan_files/plan_file.py",
         "            if in_file != in_step:",
         "            if len(in_file) and not len(in_step):",
-        f"{_F}/plan_files/test_plan_table.py tests/core/alignment/test_pipeline.py",
+        f"{_F}/plan_files/test_plan_table.py tests/lab/verify/test_pipeline_commands.py",
     ),
     _feature(
         "qat-calibration-unseen", "features/qat/quantisers.py",

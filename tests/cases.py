@@ -166,6 +166,8 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "dsa wide indexer": _dsa(dsa_indexer_n_heads=24, dsa_indexer_head_dim=64),
     "dsa mtp": _dsa({**_LATENTS, "mtp_num_layers": 1}),
     "dsa experts": _dsa({}),
+    "dsa dense loss": _dsa(dsa_indexer_loss_coeff=0.5),
+    "dsa sparse loss": _dsa(dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=True),
     # A trainer's own GatedDeltaNet, of packs (slime, miles), by where the rule stands.
     **{f"own delta {net}": Family(own_attention=True, around=f"own delta {net}")
        for net in ("attribute", "global", "keywords")},
@@ -180,7 +182,16 @@ FAMILIES: dict[str, Family] = DRAWN | {
     **{name: Family(around=name)
        for name in ("adapted", "adapted fc2", "adapted last", "adapted first")},
     "adapted experts": Family("tiny-moe", around="adapted"),
+    # Models that are frozen but for some parameters.
+    "mla, projection frozen": Family("tiny-deepseek", _LATENTS,
+                                     around="all but linear_kv_up_proj embedding"),
+    "gdn, fc2 alone": Family("tiny-qwen3-next", _GDN, around="only linear_fc2"),
+    "mamba, A_log alone": Family("tiny-nemotron-h", _hybrid("M*M"), around="only A_log"),
+    "routers frozen": Family(
+        "tiny-deepseek", {"moe_layer_freq": (False, True)}, _Z, around="all but router norm"
+    ),
     # Options of pipelines.
+    "a stage without layers": Family(config={"pipeline_model_parallel_layout": "Ett|L"}),
     "outputs freed": Family(config={"deallocate_pipeline_outputs": True}),
     "equal lengths": Family(config={"variable_seq_lengths": False}),
     "turns of three": Family(config={"microbatch_group_size_per_vp_stage": 3}),

@@ -111,6 +111,7 @@ ROWS = [
         row(name, "small")
         for name in ("adapted fc2", "adapted last", "adapted first", "adapted experts")
     ),
+    row("mla, projection frozen", "chunks of 7"),
     # Every kind of payload in every policy; other shapes of it in two.
     *(row(name, options) for name, some in KINDS_ALONE.items() for options in some),
     *(row(name, "whole", *TREE, "sidecar") for name in RECURRENT),
@@ -231,10 +232,12 @@ NOT_SHARED = [
     ),
     replace(row("mtp unused experts"), expects="refused", says=table.AHEAD_IDLE.name),
     *(
-        replace(row("mtp", form="thd_padded"), mode=mode, expects=expects, says=says)
-        for mode, expects, says in (
-            ("on", "refused", table.AHEAD_PADDED.name),
-            ("auto", "fallback", table.AHEAD_PADDED.fix),
+        replace(each, mode=mode, expects=expects, says=says)
+        for each, mode, expects, says in (
+            (row("mtp", form="thd_padded"), "on", "refused", table.AHEAD_PADDED.name),
+            (row("mtp", form="thd_padded"), "auto", "fallback", table.AHEAD_PADDED.fix),
+            (row("dsa dense loss"), "auto", "fallback", "the dense loss of DSA's indexer"),
+            (row("dsa sparse loss"), "auto", "fallback", "the sparse loss of DSA's indexer"),
         )
     ),
     replace(row("gqa", raises="data_ends"), expects="refused", says="data iterator ended after 7"),

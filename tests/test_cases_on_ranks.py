@@ -76,6 +76,7 @@ ON_RANKS: dict[str, list[Row]] = {
         *(row("gqa", options, form="one") for options in ("budget", "auto chunks")),
         row("gqa", "a layer on the host", returns="two", loss="sequence"),
         row("tied, norms", "recompute", recompute="full"),
+        row("a stage without layers", "small"),
         row("outputs freed", "offload"),
         row("equal lengths", "small", lengths="equal", tree="groups"),
         *(row(name, "small") for name in ("mla", "gpt-oss", "mtp", "experts all")),

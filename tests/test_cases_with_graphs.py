@@ -23,6 +23,11 @@ ROWS = [
     *(row(name, options, **SMALL) for name in ("gdn", "mamba") for options in POLICIES),
     row("mamba", "graphs offload", **{**SMALL, "session": "train_thrice"}),
     row("gdn experts", "graphs in chunks", **SMALL),
+    # Most parameters may be frozen.
+    *(
+        row(name, "graphs", **SMALL)
+        for name in ("gdn, fc2 alone", "mamba, A_log alone", "routers frozen")
+    ),
     row("mamba alone", "graphs in chunks", **SMALL),
 ]
 

@@ -157,6 +157,17 @@ def _adapted(**which: Any) -> Any:
     return built_with(lambda model: lora.adapt(model, **which))
 
 
+def _trained(words: Sequence[str], are: bool) -> Any:
+    """Of models that are built meanwhile parameters with one of these words in their names are
+    trained alone, or all others are."""
+
+    def freeze(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(word in name for word in words) == are)
+
+    return built_with(freeze)
+
+
 @contextlib.contextmanager
 def _marked() -> Iterator[None]:
     """MLA's projections down are marked as transformer-engine's: cut, which they are not."""
@@ -200,6 +211,12 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     ),
     "own delta mtp": lambda case: _own_delta_further(case),
     "own delta alone": lambda case: _own_delta(case, "attribute", (LINEAR, LINEAR)),
+    "all but linear_kv_up_proj embedding": lambda case: _trained(
+        ("linear_kv_up_proj", "embedding"), are=False
+    ),
+    "all but router norm": lambda case: _trained(("router", "norm"), are=False),
+    "only linear_fc2": lambda case: _trained(("linear_fc2",), are=True),
+    "only A_log": lambda case: _trained(("A_log",), are=True),
 }
 """See `Family.around`."""
 WITH_KEYWORD = {"mtp keyword", "own delta mtp"}
@@ -605,6 +622,8 @@ DRAWING: dict[str, Callable[[Any], float]] = {
 
 
 def hooked(case: Case, language: Any, reads: list[Tensor]) -> None:
+    if not language.decoder.layers:
+        return
     layer = language.decoder.layers[0]
     layer.noise = torch.Generator().manual_seed(3) if case.hook == "draws of a module" else None
     if case.hook == "doubled":  # a row's

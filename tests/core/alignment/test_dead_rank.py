@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout, RankError
 from megatron_prefix.lab.runtime.groups import RENDEZVOUS
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.execute.messages import channels_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.cache import SidecarCache
-from tests.harness.pipelines import build_chunks, config_of, microbatches, rollouts_of
+from tests.harness.failures import CONFIG, items
 from tests.harness.ranks import forked, run_ranks
 from tests.harness.steps import Contract, run
 
@@ -40,14 +42,12 @@ stock_call = SegmentInputs.call
 def step_of(layout, **prefix):
     """A rank's part of a step; data-parallel ranks send prompts to one another."""
     runtime.initialize(layout)
-    groups, vocab = rollouts_of("several-groups")
+    spec = resolve("tiny-llama", num_layers=max(2, layout.pp)).with_vocab(64)
+    chunks, mine = build_model(spec, layout=layout, dtype="float64"), items()
     if layout.dp > 1:
-        number = dist.get_rank()
-        groups = [replace(group, rollouts=group.rollouts[number::2]) for group in groups]
-    chunks, items = build_chunks(layout, vocab), microbatches(groups)
-    prefix |= {"across_ranks": "on"} if layout.dp > 1 else {}
-    ours = PrefixSchedule(config_of("several-groups", layout, **prefix))
-    return lambda: run(ours, Contract().step, chunks, items)
+        mine, prefix = mine[dist.get_rank() :: layout.dp], prefix | {"across_ranks": "on"}
+    ours = PrefixSchedule(replace(CONFIG, **prefix))
+    return lambda: run(ours, Contract().step, chunks, mine)
 
 
 def step_until_death(layout):

@@ -13,7 +13,6 @@ from megatron_prefix.layers.blocks import core
 from megatron_prefix.megatron.install import install, installed, language_model
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
-from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import small_model
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
@@ -42,24 +41,6 @@ def test_a_backward_casts_as_its_forward_did():
 def expected():
     """By plain autograd."""
     return steps.plain(model_of({}, wrap_ddp=False), steps.Contract(), hybrid.items())
-
-
-def test_frozen_weights():
-    """Under a frozen projection latents have a gradient and its weights have none."""
-
-    def freeze(model):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("linear_kv_up_proj" not in name and "embedding" not in name)
-        return model
-
-    twin, model = (freeze(model_of({}, wrap_ddp=False)) for _ in "ab")
-    wanted = steps.plain(twin, steps.Contract(), hybrid.items())
-    steps.call(schedule_with(chunk_tokens=7), steps.Contract().step, model, hybrid.items())
-    found = steps.gradients(model)
-    for name, parameter in model.named_parameters():
-        largest = (found[name] - wanted.gradients[name]).abs().max()
-        assert largest <= EXACT * wanted.terms[name], name
-        assert parameter.requires_grad == bool(found[name].any()), name
 
 
 @pytest.mark.parametrize("fields", [{"q_lora_rank": None, "qk_layernorm": False},

@@ -3,7 +3,6 @@ stock schedule; its indexer is not trained."""
 
 import pytest
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.dsa import sparse as blocks
@@ -147,17 +146,3 @@ def test_other_forwards_of_such_layers_are_refused(absorbed):
             del mixer.linear_kv_up_proj
     with pytest.raises(CannotShare, match="layer 0's attention AbsorbedMLASelfAttention, which"):
         install(model)
-
-
-@pytest.mark.parametrize("is_sparse", [True, False])
-def test_mode_auto_trains_the_indexer_by_the_stock_schedule(is_sparse):
-    """Bit for bit."""
-    fields = {"dsa_indexer_loss_coeff": 0.5, "dsa_indexer_use_sparse_loss": is_sparse}
-    step, data = steps.Contract().step, hybrid.items()
-    found = [
-        steps.run(schedule, step, model_of(fields, dtype=torch.float32), data).gradients
-        for schedule in (get_forward_backward_func(), schedule_with(mode="auto"))
-    ]
-    assert any(one.any() for name, one in found[0].items() if ".indexer." in name)
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name

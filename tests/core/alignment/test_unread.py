@@ -5,16 +5,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.lab.models.weights import global_parameters
-from megatron_prefix.lab.numerics import assert_close
-from megatron_prefix.lab.runtime import Layout
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.ranks import run_ranks
 
 CONFIG = PrefixConfig(min_gain=0, kernel="math", mode="on")
 
@@ -100,33 +95,3 @@ def test_routers_see_all_positions():
     forest = schedule.report.forest
     assert seen["mlp 1"] == seen["mlp 0"] == forest.executed_tokens
     assert seen["output"] == num_read(forest)
-
-
-def gradients_of(name, layers):
-    """Gradients of a pipeline's stage, by the layers that its stages have."""
-    from megatron_prefix.lab import runtime
-    from megatron_prefix.lab.models.build import build_model
-    from megatron_prefix.lab.models.presets import resolve
-
-    layout = Layout(pp=2)
-    runtime.initialize(layout)
-    [model] = build_model(
-        resolve(name, num_layers=2).with_vocab(64), layout=layout, dtype=torch.float64,
-        config_overrides={"pipeline_model_parallel_layout": layers},
-    )  # fmt: skip
-    steps.run(PrefixSchedule(CONFIG), steps.Contract().step, model, items())
-    # A stage counts its layers from 0, and names with the model's numbers are the same in both.
-    return {
-        name: parameter.main_grad.clone() for name, parameter in global_parameters(unwrap(model))
-    }
-
-
-def test_a_stage_may_have_the_output_layer_and_no_other():
-    whole, bare = (
-        {name: gradient for one in run_ranks(2, gradients_of, "tiny-llama", layers)
-         for name, gradient in one.items()}
-        for layers in ("Et|tL", "Ett|L")
-    )  # fmt: skip
-    assert whole.keys() == bare.keys() and len(whole) > 10
-    for name, gradient in whole.items():
-        assert_close(bare[name], gradient, 64)

@@ -8,8 +8,7 @@ import pytest
 from megatron_prefix.features.plan_files.table import from_csv
 from megatron_prefix.lab.plans import catalogue
 from tests.harness.command_line import printed
-from tests.harness.data import BUNDLED
-from tests.harness.pipelines import FOLDER
+from tests.harness.data import BUNDLED, REPOSITORY
 
 TWO_STAGES = ["--pp", "2", "--set", "num_layers=2"]
 
@@ -18,16 +17,20 @@ TWO_STAGES = ["--pp", "2", "--set", "num_layers=2"]
 def rollouts(tmp_path_factory):
     """Those of a shape of the catalogue."""
     path = str(tmp_path_factory.mktemp("rollouts") / "tree.jsonl")
-    assert catalogue.main([str(FOLDER), "--rollouts", "two-level-tree", path]) is None
+    folder = str(REPOSITORY / "schedules")
+    assert catalogue.main([folder, "--rollouts", "two-level-tree", path]) is None
     return path
 
 
-def test_align_runs_a_plan_of_the_catalogue(rollouts):
+@pytest.mark.parametrize(("layout", "name"), [
+    ("--pp 4", "two-level-tree-pp4"), ("--pp 2 --vpp 2", "two-level-tree-pp2-vpp2"),
+])  # fmt: skip
+def test_align_runs_a_plan_of_the_catalogue(rollouts, layout, name):
     """With the options that the README names."""
-    options = ["--baseline", "rollout", "--min-gain", "0", "--segment-tokens", "32"]
-    plan = "schedules/two-level-tree-pp2.csv"
-    options += [*TWO_STAGES, "--prefix-plan", plan]
-    assert printed("align", "--rollouts", rollouts, *options)["passed"]
+    options = f"--baseline rollout --min-gain 0 --segment-tokens 32 {layout} --set num_layers=4"
+    options += f" --prefix-plan schedules/{name}.csv"
+    found = printed("align", "--rollouts", rollouts, *options.split())
+    assert found["passed"] and found["executed_tokens"] < found["raw_tokens"]
 
 
 def test_train_runs_a_plan_and_measures_it(tmp_path):

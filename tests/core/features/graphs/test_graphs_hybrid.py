@@ -18,28 +18,6 @@ from tests.harness.one_rank import small_model
 pytestmark = pytest.mark.usefixtures("on_one_rank", "recorded_graphs")
 
 
-AUX = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
-UNTRAINED = ("router", "norm")
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "trained"),
-    [
-        (GDN, gated_delta(2), ("linear_fc2",)),
-        (MAMBA, mamba("M*M"), ("A_log",)),
-        ("tiny-deepseek", {**AUX, "moe_layer_freq": (False, True)}, ()),
-    ],
-)
-@pytest.mark.usefixtures("cores_in_fp64")
-def test_most_parameters_may_be_frozen(name, fields, trained):
-    """Where nothing is named: routers and norms."""
-    models = [small_model(name, spec=fields) for _ in range(2)]
-    for key, parameter in (pair for model in models for pair in model.named_parameters()):
-        of = [word in key for word in trained or UNTRAINED]
-        parameter.requires_grad_(any(of) if trained else not any(of))
-    as_without(*models, config())
-
-
 @pytest.mark.usefixtures("cores_in_fp64")
 def test_layers_of_one_kind_may_have_none(monkeypatch, caplog):
     """The others have theirs, and a line says so."""
