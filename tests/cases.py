@@ -180,7 +180,7 @@ FAMILIES: dict[str, Family] = DRAWN | {
                             until="0.19", around="own delta mtp"),
     # Adapters beside frozen layers.
     **{name: Family(around=name)
-       for name in ("adapted", "adapted fc2", "adapted last", "adapted first")},
+       for name in ("adapted", "switched", "adapted fc2", "adapted last", "adapted first")},
     "adapted experts": Family("tiny-moe", around="adapted"),
     # Models that are frozen but for some parameters.
     "mla, projection frozen": Family("tiny-deepseek", _LATENTS,

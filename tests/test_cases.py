@@ -96,7 +96,6 @@ ROWS = [
     row("replay asked", "small", form="rows"),
     row("replay mtp", "recompute chunks"),
     row("gqa", "joined", scale="by_microbatch"),
-    row("gqa", "small", calls="reference_before"),
     row("experts all", "recompute chunks", scale="by_microbatch", returns="per_token"),
     row("experts aux", "a rollout a wave"),
     *(
@@ -107,6 +106,11 @@ ROWS = [
     ),
     # Adapters.
     *(row("adapted", options) for options in ("recompute chunks", "offload")),
+    # A reference with adapters off.
+    *(
+        row("switched", "packs of chunks", calls=f"reference_{when}")
+        for when in ("before", "after")
+    ),
     *(
         row(name, "small")
         for name in ("adapted fc2", "adapted last", "adapted first", "adapted experts")

@@ -15,6 +15,8 @@ ODD = [
     auto_row(table.TWO_CALLS.fix, calls="twice"),
     auto_row(table.NO_CALL.fix, calls="not_at_all", ddp="none"),
     auto_row(table.CALL_IN_LOSS.fix, calls="reference_in_loss"),
+    auto_row(table.BESIDE_LOGITS.fix, model="switched", calls="reference_before", labels="absent"),
+    auto_row(table.SWITCHED.fix, model="switched", calls="adapters_off"),
     auto_row(table.TORCH_MODES.fix, around="function_mode"),
     auto_row(table.CALL_IN_BACKWARD.fix, around="reentrant"),
     auto_row(table.OTHER_SHAPE.fix, head="shortened"),
@@ -57,6 +59,10 @@ ORDINARY = [
         for session in ("scale_changed", "inv_freq_changed")
     ),
     auto_row("", False, True, sets="once"),
+    *(
+        auto_row("", False, True, model="switched", calls=calls, loss="preference", ddp="none")
+        for calls in ("reference_before", "reference_after")
+    ),
     *(auto_row("", False, True, writes=where) for where in ("closure", "module_global")),
 ]
 KEPT = [

@@ -157,6 +157,36 @@ def _adapted(**which: Any) -> Any:
     return built_with(lambda model: lora.adapt(model, **which))
 
 
+class Switched(lora.Adapted):
+    """An adapter that can be off; the switch is the class's until it is used, as peft's is."""
+
+    enabled = True
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        wrapped = super().forward if self.enabled else self.to_wrap
+        return wrapped(x, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    adapters = [one for one in model.modules() if isinstance(one, Switched)]
+    for one in adapters:
+        one.enabled = False
+    yield
+    for one in adapters:
+        one.enabled = True
+
+
+def _switched() -> Any:
+    def adapt(model: Any) -> None:
+        lora.adapt(model)
+        for module in model.modules():
+            if isinstance(module, lora.Adapted):
+                module.__class__ = Switched
+
+    return built_with(adapt)
+
+
 def _trained(words: Sequence[str], are: bool) -> Any:
     """Of models that are built meanwhile parameters with one of these words in their names are
     trained alone, or all others are."""
@@ -198,6 +228,7 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "no_positions": lambda case: _positions("none"),
     "marked projections": lambda case: _marked(),
     "adapted": lambda case: _adapted(),
+    "switched": lambda case: _switched(),
     "adapted fc2": lambda case: _adapted(targets=("linear_fc2",)),
     "adapted last": lambda case: _adapted(layers=(1,)),
     "adapted first": lambda case: _adapted(layers=(0,)),

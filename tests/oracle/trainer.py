@@ -287,7 +287,10 @@ class Trainer:
         before = self._reference(item, model, "before")
         if case.session == "mode_around_call":
             model.eval()
-        output, more = self._called(item, model, number)
+        off = case.calls == "adapters_off"
+        with models.adapters_off(model) if off else contextlib.nullcontext():
+            output, more = self._called(item, model, number)
+        before = self._reference(item, model, "after") if before is None else before
         self._set_scale("after", number)
         if case.session == "mode_around_call":
             model.train()
@@ -424,10 +427,13 @@ class Trainer:
         case = self.case
         if case.calls not in (f"reference_{when}", f"other_{when}"):
             return None
-        other = case.calls.startswith("other")
-        context = None if other else self._context()
-        with torch.no_grad():
-            output = self._model_call(self.parts.other if other else model, item, context)
+        asked, context = model, self._context()
+        if case.calls.startswith("other"):
+            asked, context = self.parts.other, None
+        elif case.model == "switched" and when == "before":
+            asked = unwrap(model)  # as ms-swift does, without its wrappers
+        with torch.no_grad(), models.adapters_off(model):
+            output = self._model_call(asked, item, context)
         return self._values(output, item).detach().clone()
 
     def _write(self, factor: Tensor) -> Callable[[], Any]:
