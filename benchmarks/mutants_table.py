@@ -934,8 +934,8 @@ _DSA = (
 # Routes that are replayed --------------------------------------------------------------------
 
 _REPLAY = "tests/core/alignment/test_replay.py"
-_QUEUES = "tests/core/alignment/test_replay_queues.py"
 _ROWS = "tests/test_cases.py -k replay"
+_QUEUES = "tests/test_cases.py -k 'miles or slime'"
 _ROWS_ON_RANKS = (
     "tests/test_cases_on_ranks.py -k 'step and (tp2_sp or cp2 and not cp2_ and not _cp2)'"
 )
@@ -1031,7 +1031,7 @@ _ROUTES = (
         "features/replay/told.py",
         "            self._queue.backward_index += num",
         "            pass",
-        f"{_TOLD}\n{_QUEUES}",
+        f"{_TOLD}\n{_ROWS_ON_RANKS}",
     ),
     _replay(
         "lists-of-backwards-stay",

@@ -45,8 +45,8 @@ TESTED = {
     "hybrid (GatedDeltaNet)": "gdn",
     "MLA, with and without experts": "mla",
     "windows and sinks, with and without experts": "gpt-oss|gemma|mistral|window|sinks",
-    "adapters (LoRA)": "adapted",
-    "experts": "expert|aux_loss",
+    "adapters (LoRA)": "adapted|switched",
+    "experts": "expert|aux_loss|replay",
     "dense": "",
 }
 """Families, and how names of models in tests/cases.py begin; the first that fits counts."""

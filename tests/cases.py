@@ -227,6 +227,8 @@ FAMILIES: dict[str, Family] = DRAWN | {
     **{name: Family("tiny-moe", spec, _Z | _BIAS | {"moe_enable_routing_replay": True})
        for name, spec in (("replay", {}), ("replay asked", {}),
                           ("replay mtp", {"mtp_num_layers": 1}))},
+    **{f"replay {trainer}": Family("tiny-moe", {}, _Z, around=f"queues of {trainer}")
+       for trainer in ("slime", "miles")},
     # Multi-token prediction.
     "mtp experts": Family("tiny-moe", {"mtp_num_layers": 1}, _Z),
     "mtp norms": Family("tiny-qwen3", {"mtp_num_layers": 1}),

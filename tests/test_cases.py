@@ -8,7 +8,7 @@ from megatron_prefix.layers.blocks.operators import MathKernel
 from megatron_prefix.refusals import table
 from megatron_prefix.tree import payload_map
 from tests import judge, mistakes
-from tests.cases import FAMILIES, FURTHER, random_row, row, wrong
+from tests.cases import FAMILIES, FURTHER, auto_row, random_row, row, wrong
 from tests.harness.fuzzing import rounds
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
@@ -94,7 +94,7 @@ ROWS = [
     row("replay", "small", form="thd", loss_mask="absent", session="evaluate"),
     row("replay", "recompute", form="rows", recompute="full"),
     row("replay asked", "small", form="rows"),
-    row("replay mtp", "recompute chunks"),
+    *(row(name, "recompute chunks") for name in ("replay mtp", "replay miles")),
     row("gqa", "joined", scale="by_microbatch"),
     row("experts all", "recompute chunks", scale="by_microbatch", returns="per_token"),
     row("experts aux", "a rollout a wave"),
@@ -225,6 +225,7 @@ UNLIKE: list[tuple[str, dict[str, str]]] = [
 NOT_SHARED = [
     replace(row("gqa"), mode="observe", expects="fallback"),
     replace(row("gqa", "no gain"), mode="auto", expects="fallback", says="speedup"),
+    auto_row(table.TWO_CALLS.fix, model="replay slime", calls="reference_before"),
     replace(row("gqa", calls="twice"), expects="refused", says="more than once"),
     *(
         replace(

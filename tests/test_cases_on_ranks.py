@@ -59,7 +59,8 @@ ON_RANKS: dict[str, list[Row]] = {
         row("gdn in packs", "small", form="thd_padded"),
         row("qk_norm", "small", "ends left out", form="thd_padded", loss_mask="tails"),
         row("replay", "small", form="thd_padded"),
-        row("replay asked", "recompute chunks", recompute="full"),
+        *(row(f"replay {name}", "recompute chunks", recompute="full")
+          for name in ("asked", "slime")),
     ],
     "tp2": [
         *(row(name) for name in ("own delta global", "gpt-oss", "adapted")),
@@ -92,6 +93,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("mtp experts", "small", form="one", **SCALED),
         row("experts both", "small", form="one", scale="calls"),
         *(row(name, "recompute chunks") for name in ("replay", "replay asked")),
+        row("replay miles", "recompute chunks", form="one", recompute="full"),
     ],
     "pp4": [row("tied", "recompute", recompute="full", returns="per_token", scale="constant")],
     "pp2_vpp2": [
@@ -166,7 +168,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("experts both", "small", form="thd_padded"),
         row("experts seq", "small"),
         row("experts both", "small", ddp="overlapped"),
-        row("replay", "recompute chunks"),
+        *(row(name, "recompute chunks") for name in ("replay", "replay slime")),
         row("mtp experts", "small", form="one", scale="calls"),
         auto_row(table.DATA_EXCHANGE.fix, model="aux_loss", exchange="in_loss"),
     ],

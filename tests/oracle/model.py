@@ -33,7 +33,7 @@ from torch.nn import functional
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from tests.cases import DRAWN, FAMILIES, LAYOUTS, RECOMPUTES
-from tests.harness import lora, mtp_keyword, sparse
+from tests.harness import lora, mtp_keyword, queues, sparse
 from tests.harness.own_delta import FULL, LINEAR, own_layers
 from tests.harness.quantised import quantised as built_with
 from tests.oracle import attention
@@ -232,6 +232,8 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "adapted fc2": lambda case: _adapted(targets=("linear_fc2",)),
     "adapted last": lambda case: _adapted(layers=(1,)),
     "adapted first": lambda case: _adapted(layers=(0,)),
+    "queues of slime": lambda case: queues.queued("slime"),
+    "queues of miles": lambda case: queues.queued("miles"),
     "mtp keyword": lambda case: mtp_keyword.keyword(),
     "mtp keyword unused": lambda case: mtp_keyword.keyword(),
     "own delta attribute": lambda case: _own_delta(case, "attribute"),

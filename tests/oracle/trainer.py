@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.lab.models.build import unwrap
 from tests.cases import FAMILIES
+from tests.harness import queues
 from tests.oracle import data
 from tests.oracle import model as models
 from tests.oracle.case import Case
@@ -169,6 +170,7 @@ class Trainer:
         self._zero()
         for model in models:
             model.train(kind != "eval_mode")
+        self._fill_queues()
         reads: list[list[int]] = [[] for _ in models]
         iterators = [data.iterator(self.case, self.found, one) for one in reads]
         longest = max(batch["tokens"].shape[1] for batch in self.found)
@@ -218,6 +220,10 @@ class Trainer:
         call.kept = copied({
             **self.kept, "sums": self.sums, "carried": self.carried, "ema": self.ema,
             "reads left": len(self.parts.reads), "queue": len(self.queue),
+            "queues": [
+                getattr(router.routing_replay, name) for name in self._indices()
+                for each in self.parts.languages for router in queues.routers(each)
+            ],
         })  # fmt: skip
         modules = [pair for model in self.parts.models for pair in model.named_modules()]
         buffers = [pair for model in self.parts.languages for pair in model.named_buffers()]
@@ -230,6 +236,20 @@ class Trainer:
             "grad_enabled": torch.is_grad_enabled(),
             "set": [m.left() for m in self._modules() if isinstance(m, models.Slotted)],
         }
+
+    def _indices(self) -> tuple[str, ...]:
+        """Places in queues that a step moves."""
+        both = "forward_index", "backward_index"
+        return both if self.case.recompute == "full" else both[:1]
+
+    def _fill_queues(self) -> None:
+        """Routes of all calls of a step, for routers that take them from queues."""
+        times = 2 if self.case.calls.startswith("reference") else 1
+        for router in (one for each in self.parts.languages for one in queues.routers(each)):
+            rows = [routed_rows(batch["routes"], router) for batch in self.found]
+            vars(router.routing_replay).update(vars(queues.Entries()))
+            router.routing_replay.top_indices_list += [one for one in rows for _ in range(times)]
+            queues.Entries.set_stage("replay_backward")
 
     def _modules(self) -> Iterator[Any]:
         return itertools.chain(*(language.modules() for language in self.parts.languages))
@@ -284,6 +304,8 @@ class Trainer:
         if not case.late.startswith("sets") or self._is_late("sets") or midway:
             models.set_microbatch(model, case, number)
         self._set_scale("by_microbatch", number)
+        if set_stage := queues.Entries.set_stage:
+            set_stage("replay_forward")
         before = self._reference(item, model, "before")
         if case.session == "mode_around_call":
             model.eval()
@@ -291,6 +313,8 @@ class Trainer:
         with models.adapters_off(model) if off else contextlib.nullcontext():
             output, more = self._called(item, model, number)
         before = self._reference(item, model, "after") if before is None else before
+        if set_stage:
+            set_stage("replay_backward")
         self._set_scale("after", number)
         if case.session == "mode_around_call":
             model.train()
@@ -338,7 +362,10 @@ class Trainer:
             shape = get(item, "tokens").shape
             return parameter.sum() * 0 + torch.ones(shape, dtype=parameter.dtype), more
         if case.model.startswith("replay"):
-            self._route(get(item, "routes"), unwrap(model))
+            language = unwrap(model)
+            for router in models.routers(getattr(language, "language_model", language)):
+                rows = routed_rows(get(item, "routes"), router)
+                router.router_replay.set_target_indices(rows)
         context = self._context()
         output = self._around(model, item, context)
         if context is not None:
@@ -352,14 +379,6 @@ class Trainer:
         if case.calls == "twice" or self._is_late("second_call"):
             more["other"] = self._model_call(model, item, None, tokens="other")
         return output, more
-
-    def _route(self, routes: Tensor, model: Any) -> None:
-        """Tells routers where to send tokens: this rank's part, positions first."""
-        for router in models.routers(getattr(model, "language_model", model)):
-            rows = routes[:, :, router.layer_number - 1].transpose(0, 1).flatten(0, 1)
-            parts = rows.chunk(router.tp_group.size() if router.config.sequence_parallel else 1)
-            mine = parts[router.tp_group.rank() if len(parts) > 1 else 0]
-            router.router_replay.set_target_indices(mine)
 
     def _context(self) -> Any:
         kinds: dict[str, Any] = {"empty_dict": {}, "empty_list": []}
@@ -609,6 +628,13 @@ class Trainer:
             self.carried = 1 + float(loss.double().tanh()) / 4
         elif leaves == "ema":
             self.ema = 0.9 * self.ema + 0.1 * float(loss.double())
+
+
+def routed_rows(routes: Tensor, router: Any) -> Tensor:
+    """Of a microbatch's routes those that a router sees: this rank's part, positions first."""
+    rows = routes[:, :, router.layer_number - 1].transpose(0, 1).flatten(0, 1)
+    group = router.tp_group
+    return rows.chunk(group.size())[group.rank()] if router.config.sequence_parallel else rows
 
 
 def _divergence(logits: Tensor, weight: Tensor) -> Tensor:

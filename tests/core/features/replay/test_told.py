@@ -1,7 +1,5 @@
 """What routers have been told, by trainers' own RouterReplay and queues: stand-ins of these."""
 
-import os
-import sys
 import types
 from enum import Enum
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ import torch
 
 from megatron_prefix.features.replay import told
 from megatron_prefix.features.replay.segments import SegmentRoutes
+from tests.harness.queues import Entries, stages
 
 ROUTES = torch.tensor([[3, 1], [0, 2], [1, 0]])
 
@@ -36,20 +35,6 @@ class WithMask:
 
     def set_router_replay_action(self, action):
         self.router_replay_action = action
-
-
-class Entries:
-    """A queue as slime and miles have it; `current` is that of the router that runs."""
-
-    current = None
-
-    def __init__(self, *entries):
-        self.top_indices_list, self.forward_index, self.backward_index = [*entries], 0, 0
-
-    def pop(self, name):
-        place = getattr(self, name)
-        setattr(self, name, place + 1)
-        return self.top_indices_list[place]
 
 
 def router(**having):
@@ -83,20 +68,6 @@ def test_lists_for_backwards_are_empty_after_them():
     assert len(replay.replay_backward_list) == 2
     replays.passed(2, backward=True)
     assert replay.replay_backward_list == []
-
-
-def stages(kind, patch):
-    """What reads and what sets the stage of all queues, of slime or of miles."""
-    if kind == "slime":
-        name = "ROUTING_REPLAY_STAGE"
-        patch.setenv("ENABLE_ROUTING_REPLAY", "1")
-        return lambda: os.environ[name], lambda stage: patch.setenv(name, stage)
-    manager = SimpleNamespace(stage="fallthrough", enabled=True)
-    module = types.ModuleType("miles.utils.replay_base")
-    vars(module).update(routing_replay_manager=manager, all_replay_managers=[manager])
-    patch.setitem(sys.modules, module.__name__, module)
-    patch.setattr(Entries, "__module__", module.__name__)
-    return lambda: manager.stage, lambda stage: setattr(manager, "stage", stage)
 
 
 @pytest.mark.parametrize("kind", ["slime", "miles"])
