@@ -16,10 +16,10 @@ INDICES = {"replay_forward": "forward_index", "replay_backward": "backward_index
 
 
 class Entries:
-    """A queue as slime and miles have it; `current` is that of the router that runs, and what
-    `set_stage` says holds for all of them."""
+    """A queue as slime and miles have it; `current` is that of the router that runs, and
+    `set_stages` sets the stage of all of them."""
 
-    current = set_stage = None
+    current = set_stages = None
 
     def __init__(self, *entries):
         self.top_indices_list, self.forward_index, self.backward_index = [*entries], 0, 0
@@ -44,6 +44,12 @@ def stages(kind, patch):
     return lambda: manager.stage, lambda stage: setattr(manager, "stage", stage)
 
 
+def set_stage(stage):
+    """Of all queues, where there are any."""
+    if Entries.set_stages:
+        Entries.set_stages(stage)
+
+
 def routers(model):
     """Those of a model's decoder that have a queue."""
     return [one for one in model.decoder.modules() if hasattr(one, "routing_replay")]
@@ -63,7 +69,7 @@ def queued(kind):
     """Models that are built meanwhile have queues, whose stage is that of slime or of miles."""
     stock = megatron_router.topk_routing_with_score_function
     with pytest.MonkeyPatch.context() as patch, built_with(put_into):
-        stage, set_stage = stages(kind, patch)
+        stage, set_stages = stages(kind, patch)
 
         def topk(scores, num, groups, group_topk, choose):
             routes = Entries.current.pop(INDICES[stage()])
@@ -75,5 +81,5 @@ def queued(kind):
             return stock(*args, **options | {"router_replay": queue})
 
         patch.setattr(megatron_router, "topk_routing_with_score_function", routed)
-        patch.setattr(Entries, "set_stage", staticmethod(set_stage))
+        patch.setattr(Entries, "set_stages", staticmethod(set_stages))
         yield

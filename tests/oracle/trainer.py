@@ -171,6 +171,7 @@ class Trainer:
         for model in models:
             model.train(kind != "eval_mode")
         self._fill_queues()
+        queues.set_stage("replay_backward")
         reads: list[list[int]] = [[] for _ in models]
         iterators = [data.iterator(self.case, self.found, one) for one in reads]
         longest = max(batch["tokens"].shape[1] for batch in self.found)
@@ -249,7 +250,6 @@ class Trainer:
             rows = [routed_rows(batch["routes"], router) for batch in self.found]
             vars(router.routing_replay).update(vars(queues.Entries()))
             router.routing_replay.top_indices_list += [one for one in rows for _ in range(times)]
-            queues.Entries.set_stage("replay_backward")
 
     def _modules(self) -> Iterator[Any]:
         return itertools.chain(*(language.modules() for language in self.parts.languages))
@@ -304,8 +304,7 @@ class Trainer:
         if not case.late.startswith("sets") or self._is_late("sets") or midway:
             models.set_microbatch(model, case, number)
         self._set_scale("by_microbatch", number)
-        if set_stage := queues.Entries.set_stage:
-            set_stage("replay_forward")
+        queues.set_stage("replay_forward")
         before = self._reference(item, model, "before")
         if case.session == "mode_around_call":
             model.eval()
@@ -313,8 +312,7 @@ class Trainer:
         with models.adapters_off(model) if off else contextlib.nullcontext():
             output, more = self._called(item, model, number)
         before = self._reference(item, model, "after") if before is None else before
-        if set_stage:
-            set_stage("replay_backward")
+        queues.set_stage("replay_backward")
         self._set_scale("after", number)
         if case.session == "mode_around_call":
             model.train()
@@ -323,8 +321,6 @@ class Trainer:
         if case.model == "record":
             recorded = [x.clone() for x in RouterReplay.get_recorded_data()]
             self.kept["routes"].append((number, recorded))
-        if case.calls == "reference_in_loss" or case.calls == "other_in_loss":
-            before = None
         return output, self._loss(item, model, before, read_back, more)
 
     def _next(self, iterator: Any) -> Any:

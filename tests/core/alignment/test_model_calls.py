@@ -29,7 +29,6 @@ class Case:
 
     form: Form
     model: str = "tiny-qwen3"
-    overrides: dict[str, Any] = field(default_factory=dict)
     build: dict[str, Any] = field(default_factory=dict)
     prefix: dict[str, Any] = field(default_factory=dict)
     forward_only: bool = False
@@ -41,27 +40,8 @@ def built(case, layout):
     spec = resolve(case.model, num_layers=layers).with_vocab(VOCAB)
     return build_model(
         spec, layout=layout, dtype="float64", **case.build,
-        config_overrides={"variable_seq_lengths": True, **case.overrides},
+        config_overrides={"variable_seq_lengths": True},
     )  # fmt: skip
-
-
-def compare_with(case, layout, chunks, trainer):
-    """The same, of a model and a kind of trainer that are given."""
-    from megatron.core import parallel_state
-
-    seed = parallel_state.get_data_parallel_rank()
-    stock, ours = (trainer(case.form, seed, layout) for _ in range(2))
-    options = {"forward_only": case.forward_only}
-    schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), **case.prefix}))
-    with torch.no_grad() if case.forward_only else torch.enable_grad():
-        expected = run_step(stock_schedule(), stock, chunks, **options)
-        found = run_step(schedule, ours, chunks, **options)
-    assert_shared(found, expected, schedule, ours)
-    assert ours.reads == stock.reads and sorted(ours.ended) == sorted(stock.ended)
-    assert [log["number"] for log in found.logs] == [log["number"] for log in expected.logs]
-    if case.forward_only:
-        assert ours.order == stock.order
-    assert case.forward_only or any(gradient.any() for gradient in expected.gradients.values())
 
 
 # What falls back, fails or is refused -------------------------------------------------------------
@@ -204,7 +184,18 @@ def compare(case, layout):
     chunks = built(case, layout)
     for chunk in chunks:
         put_into(chunk, case.form.head)
-    compare_with(case, layout, chunks, HeadTrainer)
+    stock, ours = (HeadTrainer(case.form, 0, layout) for _ in range(2))
+    options = {"forward_only": case.forward_only}
+    schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), **case.prefix}))
+    with torch.no_grad() if case.forward_only else torch.enable_grad():
+        expected = run_step(stock_schedule(), stock, chunks, **options)
+        found = run_step(schedule, ours, chunks, **options)
+    assert_shared(found, expected, schedule, ours)
+    assert ours.reads == stock.reads and sorted(ours.ended) == sorted(stock.ended)
+    assert [log["number"] for log in found.logs] == [log["number"] for log in expected.logs]
+    if case.forward_only:
+        assert ours.order == stock.order
+    assert case.forward_only or any(gradient.any() for gradient in expected.gradients.values())
 
 
 @pytest.mark.parametrize("job", JOBS)
