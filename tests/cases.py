@@ -190,6 +190,11 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "routers frozen": Family(
         "tiny-deepseek", {"moe_layer_freq": (False, True)}, _Z, around="all but router norm"
     ),
+    # By ModelOpt (tests/core/alignment/test_quantised.py).
+    **{f"quantised: {name}": Family(own_attention=True, around=f"quantised: {name}")
+       for name in ("weights", "blocks of weights", "queries, keys and values",
+                    "a scale of a whole tensor", "mixed")},
+    "quantised: by token": Family("tiny-moe", own_attention=True, around="quantised: by token"),
     # Options of pipelines.
     "a stage without layers": Family(config={"pipeline_model_parallel_layout": "Ett|L"}),
     "outputs freed": Family(config={"deallocate_pipeline_outputs": True}),

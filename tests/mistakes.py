@@ -19,6 +19,7 @@ from megatron_prefix.features.experts.group_counts import GroupCounts
 from megatron_prefix.features.experts.ledger import RouterLedger
 from megatron_prefix.features.mla.latent import Latents
 from megatron_prefix.features.mtp.tables import Division
+from megatron_prefix.features.qat import quantisers
 from megatron_prefix.features.recurrent import delta, states
 from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.features.windows import windowed
@@ -288,6 +289,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     **LATENT,
     **WINDOWS,
     **SPARSE,
+    "quantisers are not refused": (quantisers, "refusals", lambda *_: ()),
     "suffixes send nothing": (Arena, "add", lambda *_: None),
     "rows for tokens": (tokens, "columns_of", _first_rollout),
     "waves for microbatches": (tokens.LogicalTokens, "closing", _one_microbatch),

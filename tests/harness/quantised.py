@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -21,6 +22,27 @@ from megatron_prefix.lab.models.build import unwrap
 
 LARGEST = 3.0
 """Of all inputs of a linear layer, so that few are clipped."""
+INT8_WEIGHTS = {"num_bits": 8, "axis": 0}
+INT4_BLOCKS = {"num_bits": 4, "block_sizes": {-1: 32, "type": "static"}}
+TOKENS = {"num_bits": (4, 3), "axis": None, "type": "dynamic", "block_sizes": {-1: None}}
+TENSOR = {"num_bits": 8, "axis": None, "type": "dynamic"}
+KEYS = {"num_bits": (4, 3), "axis": None}
+QKV = [{"quantizer_name": "*_bmm_quantizer", "cfg": KEYS}]
+RECIPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "weights": ("INT8_WEIGHT_ONLY_CFG", []),
+    "blocks of weights": ("INT4_BLOCKWISE_WEIGHT_ONLY_CFG", []),
+    "by token": ("FP8_PER_CHANNEL_PER_TOKEN_CFG", []),
+    "queries, keys and values": ("FP8_DEFAULT_CFG", QKV),
+    "a scale of a whole tensor": (
+        "INT8_DEFAULT_CFG", [{"quantizer_name": "*input_quantizer", "cfg": TENSOR}],
+    ),
+    "mixed": ("FP8_DEFAULT_CFG", [
+        {"quantizer_name": "*linear_qkv.weight_quantizer", "cfg": INT8_WEIGHTS},
+        {"quantizer_name": "*linear_qkv.input_quantizer", "cfg": TOKENS},
+        {"quantizer_name": "*linear_fc2.weight_quantizer", "cfg": INT4_BLOCKS}, *QKV,
+    ]),
+}  # fmt: skip
+"""Configurations of ModelOpt's, and quantisers that are set otherwise."""
 
 
 def recipe(name: str) -> dict[str, Any]:
@@ -28,6 +50,26 @@ def recipe(name: str) -> dict[str, Any]:
     import modelopt.torch.quantization as mtq
 
     return copy.deepcopy(getattr(mtq, name))
+
+
+def by_recipe(name: str) -> contextlib.AbstractContextManager[None]:
+    """Models that are built meanwhile are quantised by one of `RECIPES`, every kind of quantiser
+    of it in every layer."""
+    base, more = RECIPES[name]
+
+    def change(model: Any) -> None:
+        config = recipe(base)
+        config["quant_cfg"] += more
+        quantise(model, config)
+        names = [name for name, one in quantisers(model) if one.is_enabled]
+        on = Counter(name.rpartition(".")[2] for name in names)
+        linear = ["weight_quantizer", "input_quantizer"][: 1 if "WEIGHT_ONLY" in base else 2]
+        keys = [f"{one}_bmm_quantizer" for one in "qkv"] if QKV[0] in more else []
+        assert on.keys() == {*linear, *keys}
+        layers = len(model.decoder.layers)
+        assert all(on[kind] >= layers * (1 if kind in keys else 4) for kind in on)
+
+    return quantised(change)
 
 
 def quantise(model: Any, config: dict[str, Any]) -> None:

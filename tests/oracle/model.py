@@ -35,6 +35,7 @@ from megatron_prefix.lab.models.presets import resolve
 from tests.cases import DRAWN, FAMILIES, LAYOUTS, RECOMPUTES
 from tests.harness import lora, mtp_keyword, queues, sparse
 from tests.harness.own_delta import FULL, LINEAR, own_layers
+from tests.harness.quantised import RECIPES, by_recipe
 from tests.harness.quantised import quantised as built_with
 from tests.oracle import attention
 from tests.oracle.case import Case
@@ -232,6 +233,7 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "adapted fc2": lambda case: _adapted(targets=("linear_fc2",)),
     "adapted last": lambda case: _adapted(layers=(1,)),
     "adapted first": lambda case: _adapted(layers=(0,)),
+    **{f"quantised: {name}": lambda case, name=name: by_recipe(name) for name in RECIPES},
     "queues of slime": lambda case: queues.queued("slime"),
     "queues of miles": lambda case: queues.queued("miles"),
     "mtp keyword": lambda case: mtp_keyword.keyword(),

@@ -1,11 +1,6 @@
 """ModelOpt's fake quantisation: exact where a token's scales are its own or fixed, else refused."""
 
-import contextlib
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,96 +8,26 @@ import torch
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.qat import quantisers
-from megatron_prefix.lab.data.rollouts import dense_vocabulary
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.lab.verify import align
-from megatron_prefix.lab.verify.matrix import SHAPES
+from tests import judge
+from tests.cases import row, wrong
 from tests.core.trainers.registry import installed
 from tests.harness import quantised, steps
 from tests.harness.ranks import check_cases, run_ranks
 
-BY_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN_CFG"
-INT8_WEIGHTS = {"num_bits": 8, "axis": 0}
-INT4_BLOCKS = {"num_bits": 4, "block_sizes": {-1: 32, "type": "static"}}
-TOKENS = {"num_bits": (4, 3), "axis": None, "type": "dynamic", "block_sizes": {-1: None}}
-TENSOR = {"num_bits": 8, "axis": None, "type": "dynamic"}
-WHOLE = [{"quantizer_name": "*input_quantizer", "cfg": TENSOR}]
-KEYS = {"num_bits": (4, 3), "axis": None}
-QKV = [{"quantizer_name": "*_bmm_quantizer", "cfg": KEYS}]
-MIXED: list[dict[str, Any]] = [
-    {"quantizer_name": "*linear_qkv.weight_quantizer", "cfg": INT8_WEIGHTS},
-    {"quantizer_name": "*linear_qkv.input_quantizer", "cfg": TOKENS},
-    {"quantizer_name": "*linear_fc2.weight_quantizer", "cfg": INT4_BLOCKS},
-    *QKV,
-]
-"""Beside the e4m3 of FP8_DEFAULT_CFG."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A recipe of ModelOpt's, and what is changed of it."""
-
-    recipe: str
-    model: str = "tiny-llama"
-    more: Sequence[dict[str, Any]] = ()  # quantisers that are set otherwise
-    wrong: bool = False  # what the schedule refuses is run, and not equal
-
-
-def built(case, layout):
-    """Groups, and model chunks in which every kind of quantiser is at work."""
-    config = quantised.recipe(case.recipe)
-    config["quant_cfg"] += case.more
-    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64")[:2])
-    spec = resolve(case.model, num_layers=2).with_vocab(vocab)
-    with quantised.quantised(lambda model: quantised.quantise(model, config)):
-        chunks = build_model(spec, layout=layout, dtype="float64")
-    model = unwrap(chunks[0])
-    names = [name for name, one in quantised.quantisers(model) if one.is_enabled]
-    on = Counter(name.rpartition(".")[2] for name in names)
-    linear = {"weight_quantizer"}
-    if "WEIGHT_ONLY" not in case.recipe:
-        linear.add("input_quantizer")
-    keys = {f"{one}_bmm_quantizer" for one in "qkv"} if QKV[0] in case.more else set()
-    assert on.keys() == linear | keys
-    assert all(on[kind] >= len(model.decoder.layers) * (1 if kind in keys else 4) for kind in on)
-    return groups, chunks
-
-
-def compare(case, layout):
-    """Ours against the stock schedule, both on packs."""
-    groups, chunks = built(case, layout)
-    prefix = PrefixConfig(
-        segment_tokens=64, chunk_tokens=8, min_gain=0, kernel="math", memory="recompute"
-    )
-    packed = Baseline("packed", pack_tokens=150)
-    with contextlib.ExitStack() as inside:
-        if case.wrong:
-            inside.enter_context(mock.patch.object(quantisers, "refusals", return_value=()))
-        mine = align.align(chunks, groups, prefix, multiple=layout.alignment, baseline=packed)
-    found = align.over_ranks(mine)
-    assert found.executed_tokens < found.raw_tokens
-    if case.wrong:
-        assert found.failures and found.grad_max_rel_diff > 1e-4
-    else:
-        assert found.failures == () and found.grad_max_rel_diff <= found.tolerance < 1e-12
-
-
-ONE = {
-    "weights": Case("INT8_WEIGHT_ONLY_CFG"),
-    "blocks of weights": Case("INT4_BLOCKWISE_WEIGHT_ONLY_CFG"),
-    "by token, experts": Case(BY_TOKEN, model="tiny-moe"),
-    "queries, keys and values": Case("FP8_DEFAULT_CFG", more=QKV),
-    "a scale of a whole tensor would be wrong": Case("INT8_DEFAULT_CFG", more=WHOLE, wrong=True),
-}
-MIX = Case("FP8_DEFAULT_CFG", more=MIXED)
-JOBS = (
-    (Layout(), ONE),
-    (Layout(tp=2, sequence_parallel=True), {"all, TP2 SP": MIX}),
-    (Layout(pp=2), {"all, PP2": MIX}),
-)
+OPTIONS = "recompute chunks"
+ROWS = {
+    "one": [
+        *(row(f"quantised: {name}", OPTIONS, form="thd")
+          for name in ("weights", "blocks of weights", "by token", "queries, keys and values")),
+        wrong("quantisers are not refused", "gradient", "quantised: a scale of a whole tensor",
+              OPTIONS, form="thd"),
+    ],
+    "tp2_sp": [row("quantised: mixed", OPTIONS, form="thd_padded")],
+    "pp2": [row("quantised: mixed", OPTIONS, form="thd")],
+}  # fmt: skip
 
 
 def _changed(model, **fields):
@@ -154,7 +79,7 @@ def _told():
         found[case] = name, [one.text for one in quantisers.refusals(unwrap(chunk))]
     (chunk,) = build_model(spec, dtype="float64", wrap_ddp=False)
     config = quantised.recipe("INT8_DEFAULT_CFG")
-    config["quant_cfg"].append({"quantizer_name": "*k_bmm_quantizer", "cfg": KEYS})
+    config["quant_cfg"].append({"quantizer_name": "*k_bmm_quantizer", "cfg": quantised.KEYS})
     quantised.quantise(unwrap(chunk), config)
     unwrap(chunk).config.multi_latent_attention = True
     found["latents"] = "", [one.text for one in quantisers.refusals(unwrap(chunk))]
@@ -198,8 +123,8 @@ def _jobs():
     """All jobs, from a process that has imported ModelOpt: their ranks are forked from it."""
     quantised.with_attention()
     check_cases(Layout(), {"refusals": None}, check_refusals)
-    for layout, cases in JOBS:
-        check_cases(layout, cases, compare)
+    for layout, rows in ROWS.items():
+        judge.check(layout, rows)
 
 
 def test_equal_to_the_stock_schedule_or_refused(monkeypatch):
