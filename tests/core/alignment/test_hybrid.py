@@ -1,10 +1,11 @@
 """GatedDeltaNet and Mamba2 under the prefix schedule: fp64 against plain autograd, and bf16."""
 
+import functools
 import inspect
 import re
 import textwrap
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import megatron.core
 import pytest
@@ -25,7 +26,6 @@ from megatron_prefix.run.rank import Rank
 from tests.harness import hybrid, one_group, steps
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import one_rank
 
 RELEASE = Version(megatron.core.__version__)
 EXACT = 1e-9
@@ -34,29 +34,20 @@ KERNELS_OF = {"GatedDeltaNet": "forward", "MambaMixer": "_ssm_training"}
 """The issue's limit in fp64; found are 1e-14 and less."""
 
 
-class Family(NamedTuple):
-    """A model, its twin without hooks and DDP, and what plain autograd gives for `items`."""
-
-    model: Any
-    twin: Any
-    expected: steps.Reference
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
-@pytest.fixture(scope="module")
-def families():
-    with one_rank():
-        made = {}
-        for name in (GDN, MAMBA):
-            twin = hybrid.model_of(name, wrap_ddp=False)
-            expected = steps.plain(twin, steps.Contract(), hybrid.items())
-            made[name] = Family(hybrid.model_of(name), twin, expected)
-        yield made
-        made.clear()
+@functools.cache
+def expected(name):
+    """By plain autograd."""
+    twin = hybrid.model_of(name, wrap_ddp=False)
+    return steps.plain(twin, steps.Contract(), hybrid.items())
 
 
-def test_a_rule_that_is_called_by_keywords(families, monkeypatch):
+def test_a_rule_that_is_called_by_keywords(monkeypatch):
     """As GatedDeltaNet of Megatron-Core 0.20 does; releases before it give inputs by position."""
-    kind = next(type(m) for m in families[GDN].model.modules() if type(m).__name__ in KERNELS_OF)
+    modules = hybrid.model_of(GDN).modules()
+    kind = next(type(m) for m in modules if type(m).__name__ in KERNELS_OF)
     source = textwrap.dedent(inspect.getsource(kind.forward))
     inputs = r"(gated_delta_rule\(\s*)query,(\s*)key,(\s*)value,"
     source, num = re.subn(inputs, r"\1q=query,\2k=key,\3v=value,", source)
@@ -64,11 +55,11 @@ def test_a_rule_that_is_called_by_keywords(families, monkeypatch):
     made: dict[str, Any] = {}
     exec(compile(source, "<by keywords>", "exec"), kind.forward.__globals__, made)
     monkeypatch.setattr(kind, "forward", made["forward"])
-    assert hybrid.worst(hybrid.model_of(GDN), families[GDN].expected) <= EXACT
+    assert hybrid.worst(hybrid.model_of(GDN), expected(GDN)) <= EXACT
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
-def test_full_recomputation_is_predicted_where_it_happens(families, name):
+def test_full_recomputation_is_predicted_where_it_happens(name):
     """Mamba's decoder runs its layers once whatever the option says, before megatron-core 0.18."""
     calls, waves = [], []
     for recompute in ("none", "full"):
@@ -81,7 +72,7 @@ def test_full_recomputation_is_predicted_where_it_happens(families, name):
         for module in model.modules():
             if type(module).__name__ in KERNELS_OF:
                 module.register_forward_pre_hook(count)
-        assert hybrid.worst(model, families[name].expected) <= EXACT
+        assert hybrid.worst(model, expected(name)) <= EXACT
         waves.append(footprint_of_rank(Rank.of([model])).wave)
     assert calls[1] == (2 if recomputes(language_model(model)) else 1) * calls[0]
     assert (waves[1] < waves[0]) == (calls[1] > calls[0])
@@ -113,7 +104,7 @@ OTHER_PATH = "decoder.layers.0.mixer.use_mem_eff_path", False
          "layer 0's mixer Identity: use Megatron's own"),
     ],
 )  # fmt: skip
-def test_refused_by_name(families, name, changed, message, monkeypatch):
+def test_refused_by_name(name, changed, message, monkeypatch):
     model = unwrap(hybrid.model_of(name, wrap_ddp=False))
     if "context_parallel" in changed[0]:
         monkeypatch.setattr(megatron.core, "__version__", "0.17.1")
@@ -125,42 +116,41 @@ def test_refused_by_name(families, name, changed, message, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "changed"), [(GDN, DETERMINISTIC), (MAMBA, OTHER_PATH)])
-def test_options_that_change_between_steps_are_refused(families, name, changed, monkeypatch):
+def test_options_that_change_between_steps_are_refused(name, changed, monkeypatch):
     """Megatron reads them in every forward."""
     model = hybrid.model_of(name)
-    assert hybrid.worst(model, families[name].expected) <= EXACT
+    assert hybrid.worst(model, expected(name)) <= EXACT
     with monkeypatch.context() as patch:
         change(patch, unwrap(model), *changed)
         for fields in ({}, {"min_gain": 10**6}):
             with pytest.raises(UserError, match="turn it o"):
-                hybrid.worst(model, families[name].expected, **fields)
+                hybrid.worst(model, expected(name), **fields)
         ours = schedule_with(mode="auto")
         if name == GDN:  # on the CPU the other path lacks kernels in any schedule
-            assert max(hybrid.errors(model, families[name].expected, ours).values()) <= EXACT
+            assert max(hybrid.errors(model, expected(name), ours).values()) <= EXACT
             assert ours.report is not None and ours.report.decision.fallback
-    assert hybrid.worst(model, families[name].expected) <= EXACT
+    assert hybrid.worst(model, expected(name)) <= EXACT
 
 
-def test_a_layer_that_bypasses_the_replaced_kernels_fails(families, monkeypatch):
+def test_a_layer_that_bypasses_the_replaced_kernels_fails(monkeypatch):
     """As a release might under an option that is not refused yet."""
-    model, _, expected = families[GDN]
+    model = hybrid.model_of(GDN)
     monkeypatch.setattr(features, "option_refusals", lambda *_: ())
     change(monkeypatch, unwrap(model), *DETERMINISTIC)
     for fields in ({}, {"min_gain": 10**6}):
         with pytest.raises(RuntimeError, match="without the replaced kernels"):
-            hybrid.worst(model, expected, **fields)
+            hybrid.worst(model, expected(GDN), **fields)
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
-def test_a_reference_calls_no_kernels(families, name, monkeypatch):
+def test_a_reference_calls_no_kernels(name, monkeypatch):
     """Its layers have the definition; those of every other model keep theirs."""
-    _, twin, expected = families[name]
-    reference = hybrid.model_of(name, wrap_ddp=False)
+    twin, reference = (hybrid.model_of(name, wrap_ddp=False) for _ in "ab")
     for model in (reference, twin):
         _take_kernels(model, monkeypatch)
     by_definition(reference)
     found = steps.plain(reference, steps.Contract(), hybrid.items())
-    for parameter, wanted in expected.gradients.items():
+    for parameter, wanted in expected(name).gradients.items():
         assert torch.equal(found.gradients[parameter], wanted)
     with pytest.raises(TypeError, match="NoneType"):
         steps.plain(twin, steps.Contract(), hybrid.items())
@@ -186,7 +176,6 @@ def trace(schedule, model, seed):
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
-@pytest.mark.usefixtures("families")
 def test_in_bf16_no_further_from_fp32_than_the_stock_schedule(name):
     model = hybrid.model_of(name, dtype=torch.bfloat16)
     exact = hybrid.model_of(name, dtype=torch.float32)

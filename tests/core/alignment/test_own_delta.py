@@ -12,12 +12,10 @@ from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
-from megatron_prefix.lab.rl import packing
 from megatron_prefix.megatron.install import install, installed
 from tests.core.alignment.test_hybrid import change
-from tests.harness import hybrid, own_delta, steps
-from tests.harness.one_group import schedule_with
-from tests.harness.own_delta import FULL, LINEAR, Packed, own_model
+from tests.harness import hybrid, own_delta
+from tests.harness.own_delta import FULL, LINEAR, own_model
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
@@ -97,14 +95,6 @@ def test_refused_where_ranks_pass_states(place, value, size, message, monkeypatc
         change(monkeypatch, model, *each)
     with pytest.raises(UserError, match=message):
         install(model)
-
-
-def test_what_is_refused_runs_with_the_stock_schedule(monkeypatch):
-    model, ours = own_model(), schedule_with(mode="auto")
-    inside = unwrap(model).get_submodule(INSIDE)
-    monkeypatch.setattr(inside, "forward", inside.forward)
-    steps.call(ours, Packed().step, model, [packing.pack(hybrid.items())])
-    assert ours.report is not None and ours.report.decision.fallback
 
 
 def _subclass(module, where, **kernels):

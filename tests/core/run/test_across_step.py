@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare, StepFailed
 from megatron_prefix.features.across import step
-from megatron_prefix.features.across import step as across_step
 from megatron_prefix.features.across.communicator import Communicator
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
@@ -94,10 +93,10 @@ def failing_behind_the_forecast():
 
 
 PLACES = {
-    "before ranks tell": (across_step, "beginnings_of"),
-    "what others ask": (across_step, "answered"),
-    "what is in common": (across_step, "common_spans"),
-    "whether it pays": (across_step.Across, "pays"),
+    "before ranks tell": (step, "beginnings_of"),
+    "what others ask": (step, "answered"),
+    "what is in common": (step, "common_spans"),
+    "whether it pays": (step.Across, "pays"),
     "the forecast": (planning.Planning, "forecast"),
 }
 ON = replace(AUTO, mode="on", across_ranks="on")
