@@ -150,8 +150,8 @@ def tested() -> Iterator[tuple[str, str, str]]:
                 yield family, place, called(LAYOUTS[layout])
     for layout, _ in test_vision.JOBS.values():
         yield VISION, "CPU", called(layout)
-    for layout, _ in test_quantised.JOBS:
-        yield QUANTISED, "CPU", called(layout)
+    for name in test_quantised.ROWS:
+        yield QUANTISED, "CPU", called(LAYOUTS[name])
 
 
 def by_family(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:

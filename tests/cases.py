@@ -155,7 +155,6 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "gdn experts": Family("tiny-qwen3-next", _GDN | _FEW),
     "mamba": Family("tiny-nemotron-h", _hybrid("M*M-")),
     "mamba alone": Family("tiny-nemotron-h", _hybrid("M-M")),
-    "mamba experts": Family("tiny-nemotron-h", _hybrid("MEM*") | _FEW),
     "gdn and mamba": Family("tiny-nemotron-h", {**_DELTA, **_hybrid("GM*G-M")}, since="0.17"),
     # Sparse attention.
     "dsa": _dsa(),
@@ -292,7 +291,7 @@ def _layout(name: str) -> Layout:
 LAYOUTS = {
     name: _layout(name) for name in (
         "one tp2 tp2_sp pp2 cp2 dp2 ep2 pp4 pp2_vpp2 pp3_vpp2 cp4 dp3 tp2_pp2 tp2_cp2 tp2_dp2"
-        " tp2_ep2 cp2_pp2 cp2_dp2 cp2_ep2 pp2_dp2 pp2_ep2 dp4_ep2 pp2_vpp2_dp2 tp2_ep2_pp2 cp2_ep4"
+        " tp2_ep2 cp2_pp2 cp2_dp2 cp2_ep2 pp2_dp2 pp2_ep2 dp4_ep2 pp2_vpp2_dp2 cp2_ep4"
         " tp2_cp2_ep2_pp2"
     ).split()
 }  # fmt: skip

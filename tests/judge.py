@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from megatron_prefix.lab.plans.forest import max_depth, num_trees
 from tests.cases import FAMILIES, LAYOUTS, OPTIONS, Row
+from tests.harness.one_rank import one_rank
 from tests.harness.ranks import failures, outcomes
 from tests.harness.recorded import in_fp64, recording
 from tests.mistakes import MISTAKES
@@ -124,31 +125,27 @@ def facts(report: Any) -> frozenset[str]:
     return frozenset(name for name, there in is_there.items() if there)
 
 
-def run_here(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Complaints by row, of a rank whose groups exist; a row that raises tells its own story."""
-    found = outcomes({str(row): row for row in rows}, lambda row: "\n".join(complaints(row)))
-    return {name: text.splitlines() for name, text in found.items()}
+def run(layout: str, rows: Sequence[Row], timeout_s: float = 600.0) -> list[str]:
+    """Complaints about rows in a layout, by all of its ranks, which start once; on one rank here. A
+    row that raises tells its own story."""
 
-
-def run_on_ranks(layout: str, rows: Sequence[Row], timeout_s: float = 600.0) -> list[str]:
-    """Complaints of all ranks about rows of one layout, whose ranks start once."""
-
-    def compare(row: Row, _: Any) -> str:
-        return "\n".join(complaints(row))
+    def compare(row: Row, *_: Any) -> str:
+        return "\n".join(complaints(replace(row, values={**row.values, "layout": layout})))
 
     cases = {str(row): row for row in rows}
-    told = (
-        one.split("\n") for one in failures(LAYOUTS[layout], cases, compare, timeout_s=timeout_s)
-    )
+    if layout == "one":
+        with one_rank():
+            found = outcomes(cases, compare)
+        told = [[name, *text.splitlines()] for name, text in found.items()]
+    else:
+        several = failures(LAYOUTS[layout], cases, compare, timeout_s=timeout_s) if cases else ()
+        told = [one.split("\n") for one in several]
     return [f"{place} {line}" for place, *lines in told for line in lines]
 
 
 def check(layout: str, rows: Sequence[Row]) -> None:
     """Fails with all complaints about rows, in a layout."""
-    rows = [
-        replace(row, values={**row.values, "layout": layout}) for row in rows if is_possible(row)
-    ]
-    assert (lines := run_on_ranks(layout, rows)) == [], "\n".join(lines)
+    assert (lines := run(layout, [*filter(is_possible, rows)])) == [], "\n".join(lines)
 
 
 def is_possible(row: Row) -> bool:

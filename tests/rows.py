@@ -11,7 +11,6 @@ many lines the stock schedule itself fails there. The exit code is 1 if anything
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 if __name__ == "__main__":
     from tests.core.trainers import stand_ins
@@ -22,27 +21,20 @@ import megatron.core
 
 from megatron_prefix.lab.runtime.launch import RankError
 from tests import judge, test_cases, test_cases_on_ranks
-from tests.harness.one_rank import one_rank
 
 
 def main(families: tuple[str, ...]) -> int:
     here = test_cases.ROWS, test_cases.MTP, test_cases.CALLS, test_cases.NOT_SHARED
-    every = {"one rank": [each for table in here for each in table]} | test_cases_on_ranks.ON_RANKS
+    every = {"one": [each for table in here for each in table]} | test_cases_on_ranks.ON_RANKS
     num, later, failed, wrong = 0, 0, 0, list[str]()
     for layout, table in every.items():
         rows = [each for each in table if each.values["model"].startswith(families)]
         possible = [each for each in rows if judge.is_possible(each)]
         num, later = num + len(possible), later + len(rows) - len(possible)
-        if layout != "one rank":
-            placed = [replace(each, values={**each.values, "layout": layout}) for each in possible]
-            try:
-                lines = judge.run_on_ranks(layout, placed, timeout_s=200.0) if placed else []
-            except RankError as problem:  # the stock schedule may stand where one rank fails
-                lines = [f"not ended: {problem}"]
-        else:
-            with one_rank():
-                run = judge.run_here(possible)
-            lines = [f"{name}: {line}" for name, several in run.items() for line in several]
+        try:
+            lines = judge.run(layout, possible, timeout_s=200.0)
+        except RankError as problem:  # the stock schedule may stand where one rank fails
+            lines = [f"not ended: {problem}"]
         wrong += [line for line in lines if "invalid instead of" not in line]
         failed += len(lines) - sum("invalid instead of" not in line for line in lines)
         print(f"{layout}: {len(possible)} rows", *lines, sep="\n  ", flush=True)

@@ -5,7 +5,6 @@ Run as a script it prints what is not as rows say, in whatever release is instal
 """
 
 import sys
-from dataclasses import replace
 from itertools import chain
 
 if __name__ == "__main__":
@@ -20,7 +19,6 @@ from megatron_prefix.features.mtp.methods import WithoutLabels, without_labels
 from tests import judge
 from tests.cases import FAMILIES, FURTHER, row
 from tests.core.trainers.registry import printed_by_newer
-from tests.harness.one_rank import one_rank
 from tests.test_cases import MTP, WEIGHED
 
 CROSSED = {"tree": "on_all_ranks"}
@@ -56,17 +54,8 @@ def test_steps_are_the_stock_schedules():
 def main():
     """See the top of the file."""
     assert all(map(judge.is_possible, (*ROWS, *chain(*ON_RANKS.values()))))
-    lines = [
-        line
-        for layout, rows in ON_RANKS.items()
-        for line in judge.run_on_ranks(
-            layout, [replace(each, values={**each.values, "layout": layout}) for each in rows]
-        )
-    ]
-    with one_rank():
-        lines += [
-            f"{name}: {line}" for name, found in judge.run_here(ROWS).items() for line in found
-        ]
+    every = {"one": ROWS, **ON_RANKS}
+    lines = [line for layout, rows in every.items() for line in judge.run(layout, rows)]
     release = megatron.core.__version__.partition("+")[0]
     told = f"{release}: {len(ROWS)} rows and more"
     sys.stdout.write("\n".join([*lines, "not as they say" if lines else told]) + "\n")
