@@ -4,9 +4,10 @@
 
 Steps of Llama3-8B's widths on random rollouts, at two or three sizes each.  "plan" is everything
 between the tree and the first action, as in run/planning.py and run/step_run.py: segments of
-several lengths, their plans, peaks of memory, policies and predicted seconds, then the order of one
-rank's messages and the places of its payloads.  "trees" is what reads the tokens.  The exponent is
-the slope of log(plan) over log(size): 1 where the time is proportional.  Times are of one core
+several lengths, their plans, peaks of memory, policies and predicted seconds, then the order of
+one rank's messages and the places of its payloads.  "next" is the same for a second step like the
+first, which takes its lengths.  "trees" is what reads the tokens.  The exponents are the slopes of
+log(plan) and log(next) over log(size): 1 where the time is proportional.  Times are of one core
 (`time.process_time`); Python's collector is on, as in a job.
 """
 
@@ -17,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,9 +45,11 @@ from megatron_prefix.tree.payload_map import payload_map
 Rollouts = list[Pairs]
 
 
-def groups_of(num: int, prompt: int = 1024, mean: int = 400, size: int = 8) -> Rollouts:
+def groups_of(
+    num: int, seed: int = 0, prompt: int = 1024, mean: int = 400, size: int = 8
+) -> Rollouts:
     """So many rollouts in groups of one prompt; responses are half to one and a half `mean`."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     rollouts = []
     for number in range(num):
         if number % size == 0:
@@ -56,10 +60,12 @@ def groups_of(num: int, prompt: int = 1024, mean: int = 400, size: int = 8) -> R
     return rollouts
 
 
-def agents_of(num: int, turns: int = 100, prompt: int = 2048, turn: int = 100) -> Rollouts:
+def agents_of(
+    num: int, seed: int = 0, turns: int = 100, prompt: int = 2048, turn: int = 100
+) -> Rollouts:
     """So many trajectories. Every turn is a rollout: all turns before it, and as many tokens of
     thoughts again, which later turns do not see."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     rollouts = []
     for _ in range(num):
         history = draw.integers(0, 100_000, prompt + turn * turns, dtype=np.int32)
@@ -77,7 +83,7 @@ class Case:
 
     Attributes:
         name: printed.
-        sizes: numbers that `rollouts` takes.
+        sizes: first numbers that `rollouts` takes; the second is a seed.
         pack: most positions of the trainer's microbatch; 0: one rollout each.
         options: of PrefixConfig.
     """
@@ -87,7 +93,7 @@ class Case:
     pp: int = 1
     vpp: int = 1
     pack: int = PACK_TOKENS
-    rollouts: Callable[[int], Rollouts] = groups_of
+    rollouts: Callable[[int, int], Rollouts] = groups_of
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -99,7 +105,7 @@ CASES = (
     Case("PP32, packs of 16,384", (1024, 4096), pp=32),
     Case("one rank, packs of 16,384", (4096, 16384, 65536)),
     Case("PP4, chunks auto", (128, 512, 2048), pp=4, options={"chunk_tokens": "auto"},
-         rollouts=lambda num: groups_of(num, 8192, 1024)),
+         rollouts=partial(groups_of, prompt=8192, mean=1024)),
 )  # fmt: skip
 
 
@@ -194,10 +200,11 @@ class Planner:
         )  # fmt: skip
 
 
-def rows(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
-    """A row a size."""
+def rows(case: Case, sizes: Sequence[int]) -> Iterator[tuple[Row, Row]]:
+    """A step of each size, and a second one like it."""
     for size in sizes:
-        yield Planner(case).plan(case.rollouts(size))
+        planner = Planner(case)
+        yield planner.plan(case.rollouts(size, 0)), planner.plan(case.rollouts(size, 1))
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float:
@@ -207,19 +214,19 @@ def slope(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def show(case: Case, sizes: Sequence[int]) -> None:
-    """Prints the case's rows as they come, and the exponent."""
+    """Prints the case's rows as they come, and the exponents."""
     every = []
-    for size, row in zip(sizes, rows(case, sizes), strict=True):
-        every.append(row)
+    for size, (row, following) in zip(sizes, rows(case, sizes), strict=True):
+        every.append((size, row.plan, following.plan))
         print(
             f"{case.name:32} {size:7,} {row.tokens:11,} {row.segments:6,} {row.actions:8,}"
             f" {row.trees:7.2f} {row.plan:7.2f} {row.step:8.2f} {row.plan / row.step:7.1%}"
-            f" {row.speedup:6.2f}",
+            f" {following.plan:7.2f} {following.plan / following.step:7.1%} {row.speedup:6.2f}",
             flush=True,
         )
     if len(every) > 1:
-        pairs = [(size, row.plan) for size, row in zip(sizes, every, strict=True)]
-        print(f"{'':32} exponent {slope(pairs):.2f}")
+        first, second = (slope([(row[0], row[place]) for row in every]) for place in (1, 2))
+        print(f"{'':32} exponents {first:.2f}, {second:.2f}")
 
 
 def main() -> None:
@@ -234,7 +241,7 @@ def main() -> None:
     args = parser.parse_args()
     print(
         f"{'step':32} {'size':>7} {'tokens':>11} {'segm.':>6} {'actions':>8} {'trees':>7}"
-        f" {'plan':>7} {'step s':>8} {'share':>7} {'speed':>6}"
+        f" {'plan':>7} {'step s':>8} {'share':>7} {'next':>7} {'share':>7} {'speed':>6}"
     )
     for case in CASES:
         if any(text in case.name for text in args.only):

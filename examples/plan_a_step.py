@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.lab.view.drawing import timeline_svg
-from megatron_prefix.plan.check import marked_grid
+from megatron_prefix.plan.error import marked_grid
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 

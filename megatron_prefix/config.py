@@ -53,12 +53,14 @@ class PrefixConfig:
             would save. "auto": share the steps that are predicted to be faster. "on": share every
             step, and raise an error where a step cannot be shared.
         chunk_tokens: cut prompts and other spans that are longer than this into chunks. 0: never;
-            "auto": for each step the length with the shortest simulated time. At least `align`; a
-            length below the multiple at which the layout begins spans is raised to it.
+            "auto": for each step the length with the shortest simulated time, or that of the last
+            step if that was much like it. At least `align`; a length below the multiple at which
+            the layout begins spans is raised to it.
         segment_tokens: most positions in one forward; a single span may exceed it. 0: no limit;
-            "auto": for each step the fastest of 2,048 to 32,768 (powers of two) whose predicted
-            peak fits the memory limit. A given number is halved, up to three times and not below
-            1,024, where only that fits the limit or a pipeline then waits less.
+            "auto": for each step the fastest of 2,048 to 32,768 (powers of two; in a pipeline
+            1,024, too) whose predicted peak fits the memory limit. A given number is halved, up to
+            three times, in a pipeline four, and not below 1,024, where only that fits the limit or
+            a pipeline then waits less. A step much like the last one takes its length.
         min_gain: do not share a prefix that saves fewer positions than this. A prompt runs
             apart from the suffixes that read it only if that saves 32 times as many, or a 16th of
             the step; a shorter one runs within their forwards, or is not shared. 0: share every

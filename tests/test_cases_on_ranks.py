@@ -95,7 +95,10 @@ ON_RANKS: dict[str, list[Row]] = {
         *(row(name, "recompute chunks") for name in ("replay", "replay asked")),
         row("replay miles", "recompute chunks", form="one", recompute="full"),
     ],
-    "pp4": [row("tied", "recompute", recompute="full", returns="per_token", scale="constant")],
+    "pp4": [
+        row("tied", "recompute", recompute="full", returns="per_token", scale="constant"),
+        row("gqa", "whole", scale="by_microbatch"),  # all microbatches in one round
+    ],
     "pp2_vpp2": [
         graphs("gqa", "graphs in chunks"),
         UNSHARED[1],

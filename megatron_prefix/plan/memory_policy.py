@@ -108,7 +108,8 @@ class _Choice:
     ) -> None:
         self.plan, self._memory, self._may_offload = plan, memory, offloads
         self._rates, self._begun, self._seconds = rates, plan, seconds
-        self._hidden = {rank: self._windows(rank) for rank in range(plan.num_ranks)}
+        ranks = range(plan.num_ranks) if offloads else ()
+        self._hidden = {rank: self._windows(rank) for rank in ranks}
         self._on_link = 0.0  # seconds of all stores chosen so far
         self._chosen: list[int] = []  # segments in the order in which they were
         self._become(plan)

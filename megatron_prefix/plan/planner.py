@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_prefix.plan.actions import STEP, Action, Plan
-from megatron_prefix.plan.check import check_plan
 from megatron_prefix.plan.walk import first_arrivals, seconds_of, walk
 from megatron_prefix.tree import Forest, Segment
 from megatron_prefix.tree.forest import Exchange
@@ -92,7 +91,7 @@ def make_plan(
     *,
     num_chunks: int = 1,
     microbatches: Sequence[int] | None = None,
-    run_ahead: int | None = 2,
+    run_ahead: float | None = 2,
     group_size: int | None = None,
     max_live_positions: int = 0,
 ) -> Plan:
@@ -109,9 +108,9 @@ def make_plan(
         num_ranks, num_chunks: of the pipeline, and model chunks a rank (virtual stages).
         microbatches: see `loss_ready_after`.
         run_ahead: forwards that a stage runs ahead of its successor, beyond those that its next
-            backward needs. More hides uneven segments, less holds less memory. 0: only what is
-            needed, without Megatron's warm-up of virtual stages. None: as many as
-            `max_live_positions` allows.
+            backward needs. More hides uneven segments, less holds less memory; below 1 only some
+            stages do. 0: only what is needed, without Megatron's warm-up of virtual stages. None:
+            as many as `max_live_positions` allows.
         group_size: Megatron's microbatch_group_size_per_vp_stage; default: the pipeline size.
         max_live_positions: a rank runs no forward ahead that would make it hold more positions (see
             `Plan.peak_positions`). 0: no limit.
@@ -127,7 +126,7 @@ def best_plan(
     *,
     num_chunks: int = 1,
     microbatches: Sequence[int] | None = None,
-    run_ahead: int = 2,
+    run_ahead: float = 2,
     group_size: int | None = None,
 ) -> Plan:
     """The shortest of three plans that hold no more positions than `make_plan` with `run_ahead`.
@@ -138,7 +137,7 @@ def best_plan(
     ready_after = loss_ready_after(forest, microbatches)
     merge = _Merge(forest, num_ranks, num_chunks, ready_after, group_size)
 
-    def planned(lookahead: int | None, most: int = 0) -> tuple[Plan, float]:
+    def planned(lookahead: float | None, most: int = 0) -> tuple[Plan, float]:
         plan = merge.plan(lookahead, most)
         crossing = with_crossing(plan, forest)
         return crossing, merge.end if crossing is plan else walk(crossing, seconds_of(plan))
@@ -150,9 +149,7 @@ def best_plan(
     most = max(first.peak_positions)
     tried = (planned(lookahead, most) for lookahead in (run_ahead + 4, None))
     plans += [entry for entry in tried if max(entry[0].peak_positions) <= most]
-    best, _ = min(plans, key=operator.itemgetter(1))
-    check_plan(best, ready_after)
-    return best
+    return min(plans, key=operator.itemgetter(1))[0]
 
 
 class _Merge:
@@ -190,7 +187,7 @@ class _Merge:
             for kind, passes in (("F", 1), ("B", 2))
         }
 
-    def plan(self, run_ahead: int | None, max_live_positions: int = 0) -> Plan:
+    def plan(self, run_ahead: float | None, max_live_positions: int = 0) -> Plan:
         """Runs the rank that can start first, until none can; see `make_plan`."""
         num_ranks, num_actions = self.num_ranks, len(self.actions["F"])
         # A position on one of v model chunks counts 1/v, as in `Plan.peak_positions`.
@@ -198,7 +195,7 @@ class _Merge:
         # Forwards before the first backward in Megatron's schedule; a rank stays as many ahead.
         self._warm_up = (self.num_chunks - 1) * self.group_size + 1 if run_ahead != 0 else 0
         behind = range(num_ranks - 1, -1, -1)  # stages after each rank's own
-        self._ahead = [num_actions if run_ahead is None else run_ahead * n for n in behind]
+        self._ahead = [num_actions if run_ahead is None else int(run_ahead * n) for n in behind]
         num_stages, never = num_ranks * self.num_chunks, [math.inf] * len(self.positions)
         self._arrivals = first_arrivals(num_stages, never)
         self._clock, self._live = [0.0] * num_ranks, [0] * num_ranks
@@ -213,8 +210,10 @@ class _Merge:
             action = self.actions["FB"[is_backward]][self._done["FB"[is_backward]][rank]]
             programs[rank].append(action)
             for concerned in {rank, self._run(action, rank, start) % num_ranks}:
-                choices[concerned] = self._choice(concerned)
-                heapq.heappush(queue, choices[concerned])
+                choice = self._choice(concerned)
+                if concerned == rank or choice != choices[concerned]:
+                    choices[concerned] = choice
+                    heapq.heappush(queue, choice)
         self.end = max(self._clock)
         if any(len(program) < 2 * num_actions for program in programs):
             raise RuntimeError("no rank can go on: the planner's rule is broken")

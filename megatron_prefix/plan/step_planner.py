@@ -7,9 +7,12 @@ cached, as further passes over the same rollouts (log-probs, several epochs) nee
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron_prefix import features
 from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
@@ -21,6 +24,11 @@ from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
 from megatron_prefix.tree.packing import MicrobatchRows
 
+ALIKE = 0.1
+"""Share by which seconds and limit of a step may differ from those of the last one whose lengths
+were searched for: it takes the same, as searching takes several times as long as one plan."""
+LIGHT = 1.06
+"""Times its forwards, at most, that a light plan runs in forwards and again in backwards."""
 FEWEST_SEGMENTS = 4
 """For each rank of a pipeline; where there are fewer, shorter segments are tried. Of p ranks' turns
 p - 1 in 4p + p - 1 are waits."""
@@ -52,6 +60,18 @@ class Forecast(NamedTuple):
     def settles(self) -> bool:
         """Whether the search for a plan can stop."""
         return self.retains and not self.over
+
+    @property
+    def is_light(self) -> bool:
+        """Whether what runs again is hardly more than activation functions."""
+        forwards, backwards = np.split(self.prediction.prefix_features, 2)
+        return self.retains or bool((forwards <= LIGHT * backwards).all())
+
+    def is_like(self, other: Forecast) -> bool:
+        """Whether it keeps the limit, and its step is about as large as another."""
+        mine, theirs = ((of.limit, *of.prediction[2:]) for of in (self, other))
+        near = all(abs(a - b) <= ALIKE * b for a, b in zip(mine, theirs, strict=True))
+        return near and not self.over and self.settles == other.settles
 
     @property
     def order(self) -> tuple[float, float]:
@@ -98,7 +118,7 @@ class StepPlanner:
         self.options = replace(config.tree_options(align, pad_multiple), joins=joins, even=even)
         self._shape = num_ranks, num_chunks
         self._memory = config.memory
-        self._lengths = segment_lengths(config)
+        self._lengths = segment_lengths(config, num_ranks)
         # Longest segments have fewest launches; in a pipeline shorter ones may wait less.
         self._least = len(self._lengths) if config.segment_tokens == "auto" else min(2, num_ranks)
         self._fewest = FEWEST_SEGMENTS * num_ranks if num_ranks > 1 else 0
@@ -106,7 +126,10 @@ class StepPlanner:
         if config.plan_file:
             self._file = features.load(features.PLAN_FILE)(config.plan_file, config.memory)
         # If memory is short, stages run less ahead; a single stage never runs ahead.
-        self._lookaheads = range(config.run_ahead, -1, -1) if num_ranks > 1 else (config.run_ahead,)
+        less = (*range(config.run_ahead - 1, 0, -1), 0.5, 0) if num_ranks > 1 else ()
+        self._lookaheads = config.run_ahead, *less
+        # By kind of step what a search chose: the forecast, the length, whether any are joined.
+        self._searched: dict[tuple[bool, bool], tuple[Forecast, int, bool]] = {}
         self._chooser = None
         if config.chunk_tokens == "auto":
             self._chooser = features.load(features.CHUNK_LENGTHS)(
@@ -127,7 +150,8 @@ class StepPlanner:
         joins: bool = True,
         most: int | None = None,
     ) -> tuple[int, Forest]:
-        """The most positions in a segment (0: no limit), and the step's segments.
+        """The most positions in a segment (0: no limit), and the step's segments. What a search
+        has chosen serves for further steps like that one.
 
         Args:
             rollouts: of the step.
@@ -143,26 +167,53 @@ class StepPlanner:
         if judge is None or (len(self._lengths) == 1 and not joins):
             length = self.options.segment_tokens
             return length, cut(length, joins)
-        tried: list[Tried] = []
 
-        def judged(length: int, joined: bool) -> Tried:
+        def judged(joined: bool, length: int, again: bool = False) -> Tried:
             length = length and max(min(length, most or length), self.options.multiple)
-            joint = JointForest.alone(cut(length, joined), microbatch_of)
+            joint = JointForest.alone(cut(length, joined, again=again), microbatch_of)
             return judge(joint, self.plan(joint)), length, joint
 
+        kind = joins, find is None
+        if most is None and kind in self._searched:
+            last, length, joined = self._searched[kind]
+            forecast, length, joint = self._fastest([judged(joined, length, again=True)], judge)
+            if forecast.is_like(last):
+                return length, joint.forest
+        (forecast, length, joint), joined = self._search(judged, judge, joins=joins)
+        if most is None:
+            self._searched[kind] = forecast, length, joined
+        return length, joint.forest
+
+    def _search(
+        self, judged: Callable[[bool, int], Tried], judge: Judge, *, joins: bool
+    ) -> tuple[Tried, bool]:
+        """The fastest of all lengths, and whether any segments may be joined in it."""
+        tried: list[Tried] = []
+        joined = joins
         # Joined segments wait for nothing, so no other policy would save memory.
         for joined in (True, False) if joins else (False,):
-            tried += self._by_length(functools.partial(judged, joined=joined))
+            tried += self._by_length(functools.partial(judged, joined))
             if any(not forecast.over for forecast, *_ in tried):
                 break
-        if all(forecast.over for forecast, *_ in tried):
-            # Shorter segments may wait less than stages that run less ahead.
-            tried = [
-                (fitting(judge(joint, plan) for plan in self.plans(joint)), length, joint)
-                for _, length, joint in tried
-            ]
-        _, length, joint = min(tried, key=lambda entry: entry[0].order)
-        return length, joint.forest
+        return self._fastest(tried, judge), joined
+
+    def _fastest(self, tried: Sequence[Tried], judge: Judge) -> Tried:
+        every = [*tried, *self._less_ahead(tried, judge)]
+        return min(every, key=lambda entry: entry[0].order)
+
+    def _less_ahead(self, tried: Sequence[Tried], judge: Judge) -> Iterator[Tried]:
+        """Segments over the limit with stages that run less ahead, which wait more, while they take
+        less time than others within it."""
+        best = min((entry[0].order for entry in tried), default=(0.0, 0.0))
+        for forecast, length, joint in tried:
+            plans = itertools.islice(self.plans(joint), 1, None)
+            while forecast.over and (0.0, forecast.prediction.prefix_seconds) < best:
+                plan = next(plans, None)
+                if plan is None:
+                    break
+                forecast = judge(joint, plan)
+                best = min(best, forecast.order)
+                yield forecast, length, joint
 
     def _by_length(self, judged: Callable[[int], Tried]) -> list[Tried]:
         """Tries lengths until one settles the search and fills the pipeline, and then one between
@@ -204,12 +255,14 @@ class StepPlanner:
         length: int,
         joins: bool,
         rows: MicrobatchRows | None = None,
+        *,
+        again: bool = False,
     ) -> Forest:
         joins = joins and self.options.joins
         options = replace(self.options, segment_tokens=length, joins=joins)
         if self._chooser is not None and shared.exchanged is None:
-            chunk_tokens = self._chooser.choose(rollouts, None, options, microbatch_of)
-            options = replace(options, chunk_tokens=chunk_tokens)
+            chosen = self._chooser.choose(rollouts, None, options, microbatch_of, again=again)
+            options = replace(options, chunk_tokens=chosen)
         return replace(shared, options=options).forest(microbatch_of=microbatch_of, rows=rows)
 
     def plan(self, joint: JointForest) -> Plan:
@@ -240,17 +293,24 @@ def _find_here(rollouts: Sequence[Pairs], options: TreeOptions) -> Tries:
 
 
 def fitting(forecasts: Iterator[Forecast]) -> Forecast:
-    """The first plan's if it settles the search (no other is made then); else the least in
-    order."""
-    first = next(forecasts)
-    return first if first.settles else min([first, *forecasts], key=lambda forecast: forecast.order)
+    """The least in order. No other is made behind one within the limit that recomputes hardly
+    anything, or takes longer than one before: those that follow run less ahead."""
+    tried = list[Forecast]()
+    for forecast in forecasts:
+        tried.append(forecast)
+        best = min(tried, key=lambda one: one.order)
+        if not forecast.over and (forecast.is_light or best is not forecast):
+            break
+    return best
 
 
-def segment_lengths(config: PrefixConfig) -> tuple[int, ...]:
-    """Most positions in a segment, all that a step may be planned with."""
+def segment_lengths(config: PrefixConfig, num_ranks: int) -> tuple[int, ...]:
+    """Most positions in a segment, all that a step may be planned with in a pipeline."""
     number = config.segment_tokens
     if config.plan_file or not number:
         return (0,)
+    # A stage holds several at once, of the trainer's microbatches maybe a thousand positions each.
     if isinstance(number, str):
-        return SEGMENT_TOKENS
-    return (number, *(number // part for part in (2, 4, 8) if number // part >= LEAST_SEGMENT))
+        return (LEAST_SEGMENT, *SEGMENT_TOKENS)[num_ranks == 1 :]
+    halves = (number >> by for by in range(1, 4 + (num_ranks > 1)))
+    return (number, *(half for half in halves if half >= LEAST_SEGMENT))

@@ -29,7 +29,7 @@ import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.actions import STEP, Action, Plan
 from megatron_prefix.plan.walk import seconds_of, walk
 
 
@@ -52,8 +52,11 @@ _OWN = (1, 0, 0)
 
 
 @functools.lru_cache(maxsize=4)
-def timetable(plan: Plan, depths: Depths = ()) -> tuple[tuple[int, Action] | StageMessage, ...]:
-    """The order of all actions, each with its rank, and messages of a plan that can run.
+def timetable(
+    plan: Plan, depths: Depths = (), only: int | None = None
+) -> tuple[tuple[int, Action] | StageMessage, ...]:
+    """The order of all actions, each with its rank, and messages of a plan that can run; of `only`
+    one rank, if given, its own.
 
     With `depths` of what crosses the plan is one of `planner.with_crossing`.
     """
@@ -61,8 +64,11 @@ def timetable(plan: Plan, depths: Depths = ()) -> tuple[tuple[int, Action] | Sta
     depth_of = dict(depths)
 
     def enter(rank: int, action: Action, begin: float, end: float) -> None:
+        if only not in (None, rank, (rank + STEP[action.kind]) % plan.num_ranks):
+            return
         when = phase(action, depth_of)
-        entries.append(((when, begin, 1, rank), (rank, action)))
+        if only in (None, rank):
+            entries.append(((when, begin, 1, rank), (rank, action)))
         receiver = plan.receiver(rank, action)
         if receiver is not None and plan.segments[action.segment].source < 0:
             message = StageMessage(rank, receiver[0], action, receiver[1])
@@ -87,10 +93,10 @@ def message_gaps(plan: Plan, rank: int, depths: Depths = ()) -> list[list[StageM
     depth_of, gaps = dict(depths), list[list[StageMessage]]()
     gap: list[StageMessage] = []
     before: Phase | None = None
-    for entry in timetable(plan, depths):
+    for entry in timetable(plan, depths, rank):
         if isinstance(entry, StageMessage):
-            gap += [entry] if rank in entry[:2] else []
-        elif entry[0] == rank:
+            gap.append(entry)
+        else:
             now = phase(entry[1], depth_of)
             stays = now == (before or now)
             num = sum(stays or phase(message.made_by, depth_of) < now for message in gap)

@@ -1,8 +1,8 @@
 """Plays a plan: when every action runs, and that none waits for ever.  Pure.
 
 A rank runs its actions in order, each as soon as its message is there; sends never block.
-Neighbours agree on the order of their messages (plan/check.py), so a plan can only hang if ranks
-wait in a circle, and playing it finds that.
+Neighbours agree on the order of their messages (features/plan_files/rules.py), so a plan can only
+hang if ranks wait in a circle, and playing it finds that.
 
 Time has any unit. In tokens of forward work a forward costs its positions, a backward twice that,
 communication nothing ("Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from megatron_prefix.plan.actions import STEP, Action, Plan
-from megatron_prefix.plan.check import PlanError
+from megatron_prefix.plan.error import PlanError
 from megatron_prefix.tree import Segment
 
 Cost = Callable[[Segment, str], float]

@@ -34,7 +34,7 @@ def random_case(rng):
         dict(
             num_chunks=num_chunks,
             microbatches=microbatch_of,
-            run_ahead=rng.choice((0, 1, 2, 3, None)),
+            run_ahead=rng.choice((0, 0.5, 1, 2, 3, None)),
             group_size=rng.choice((None, num_ranks, num_ranks + 1, 2 * num_ranks, 1)),
             max_live_positions=rng.choice((0, 0, 1, 50, 200)),
         ),

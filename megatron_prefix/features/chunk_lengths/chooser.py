@@ -36,6 +36,7 @@ class ChunkChooser:
     group_size: int | None = None
     cost: Cost = TOKENS.segment
     _known: dict[tuple[Forest, tuple[int, ...]], int] = field(default_factory=dict, init=False)
+    _last: dict[int, int] = field(default_factory=dict, init=False)
 
     def choose(
         self,
@@ -43,6 +44,8 @@ class ChunkChooser:
         groups: Sequence[int] | None,
         options: TreeOptions,
         microbatches: Sequence[int] | None = None,
+        *,
+        again: bool = False,
     ) -> int:
         """The best of the chunk lengths tried; 0: no chunks.
 
@@ -50,9 +53,12 @@ class ChunkChooser:
             rollouts, groups: see `tree.build`.
             options: `chunk_tokens` is ignored.
             microbatches: see `planner.loss_ready_after`.
+            again: whether the last answer for segments of that length serves.
         """
         if self.num_ranks == 1 or not rollouts:
             return 0
+        if again and options.segment_tokens in self._last:
+            return self._last[options.segment_tokens]
         microbatch_of = range(len(rollouts)) if microbatches is None else microbatches
         names: dict[int, int] = {}  # microbatches, renumbered from 0
         numbers = tuple(names.setdefault(number, len(names)) for number in microbatch_of)
@@ -63,6 +69,7 @@ class ChunkChooser:
                 self._known.clear()
             lengths = {0, *_chunk_lengths(forest, options)}
             self._known[forest, numbers] = self._best(shared, lengths, numbers)
+        self._last[options.segment_tokens] = self._known[forest, numbers]
         return self._known[forest, numbers]
 
     def _best(self, shared: Tries, lengths: set[int], microbatch_of: Sequence[int]) -> int:

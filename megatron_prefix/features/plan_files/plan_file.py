@@ -6,10 +6,11 @@ import functools
 from collections.abc import Sequence
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.plan_files.rules import check_plan
 from megatron_prefix.features.plan_files.segments import check_segments
 from megatron_prefix.features.plan_files.table import from_csv, segment_cells
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.check import PlanError, check_plan
+from megatron_prefix.plan.error import PlanError
 from megatron_prefix.plan.files import read_text
 from megatron_prefix.plan.planner import loss_ready_after
 from megatron_prefix.plan.walk import seconds_of, walk

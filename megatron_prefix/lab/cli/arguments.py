@@ -202,7 +202,7 @@ _TEXTS = {
     " length with the shortest simulated step (default {})",
     "segment_tokens": "most positions in one forward (a single span may exceed it); 0: no limit;"
     " auto: for each step the fastest length that fits the memory limit. A given N is halved, up to"
-    " three times, where only that fits (default {})",
+    " three times (with --pp four), where only that fits (default {})",
     "min_gain": "do not share a prefix that saves fewer than N tokens. A prompt runs apart"
     " from the suffixes that read it only if that saves 32 N tokens, or a 16th of the step; a"
     " shorter one runs within their forwards. 0: share every prefix, always apart (default {})",

@@ -107,8 +107,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 TEXTS = {
     "segment_tokens": "most positions in one forward (a single span may exceed it); 0: no limit;"
-    " auto: the length with the shortest predicted step. In a pipeline N/2, N/4 and"
-    " N/8 are tried, too, as in a run; with --chunk-tokens auto N, N/2, N/4, ... (default {})",
+    " auto: the length with the shortest predicted step. In a pipeline N/2, N/4,"
+    " N/8 and N/16 are tried, too, as in a run; with --chunk-tokens auto N, N/2, N/4, ..."
+    " (default {})",
     "across_ranks": "plan all ranks together: a prefix that several data-parallel ranks share runs"
     " on one of them. auto and on do the same here (default: off)",
 }
@@ -236,7 +237,7 @@ def _segment_lengths(
     if args.segment_tokens == "auto":
         return (*reversed(SEGMENT_TOKENS), LEAST_SEGMENT)
     if args.chunk_tokens != "auto":
-        return segment_lengths(config) if num_ranks > 1 else (args.segment_tokens,)
+        return segment_lengths(config, num_ranks) if num_ranks > 1 else (args.segment_tokens,)
     halves = (args.segment_tokens >> by for by in range(1, args.segment_tokens.bit_length()))
     return (args.segment_tokens, *(length for length in halves if length >= LEAST_SEGMENT))
 

@@ -17,7 +17,7 @@ from megatron_prefix.lab.plans.messages import without_messages
 from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.check import PlanError
+from megatron_prefix.plan.error import PlanError
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from megatron_prefix.plan.actions import Action, Plan, Transfer
-from megatron_prefix.plan.check import Cell, PlanError
+from megatron_prefix.plan.error import Cell, PlanError
 from megatron_prefix.tree import Segment
 
 End = tuple[int, Action]

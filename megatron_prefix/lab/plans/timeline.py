@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron_prefix.features.plan_files.rules import check_plan
 from megatron_prefix.plan.actions import STEP, Action, Plan
-from megatron_prefix.plan.check import check_plan
 from megatron_prefix.plan.walk import Cost, Seconds, seconds_of, token_cost, walk
 
 ActionTime = Callable[[Action, int], float]

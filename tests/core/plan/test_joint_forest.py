@@ -13,10 +13,10 @@ from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.joint_forest import joint_forest
+from megatron_prefix.plan.joint_forest import JointForest, joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
 from megatron_prefix.plan.prediction import Prediction
-from megatron_prefix.plan.step_planner import Forecast, StepPlanner
+from megatron_prefix.plan.step_planner import Forecast, StepPlanner, segment_lengths
 from megatron_prefix.run.execute.memory_control import longest_segments
 from megatron_prefix.tree import Place, Span, TreeOptions, build
 from tests.harness.fuzzing import rounds
@@ -185,6 +185,40 @@ def test_a_given_length_is_halved_only_to_keep_the_limit():
     assert 2048 < chosen(room=5000, per_action=500.0, given=8192) <= 4096
     assert 512 < chosen(room=10, per_action=500.0, given=8192) <= 1024
     assert 1024 < chosen(room=10, per_action=500.0, given=1900) <= 1900
+
+
+def test_what_a_search_chose_serves_for_steps_alike():
+    rollouts, _ = flat_rollouts(100, 900, 4, 20)
+    planner = StepPlanner(PrefixConfig(segment_tokens="auto"), COST, 1, 1, 1, None)
+    tries = []
+    for seconds in (1.0, 1.05, 1.2, 1.2):
+        judged = []
+
+        def judge(_, plan, seconds=seconds, judged=judged):
+            judged.append(plan)
+            return forecast(plan, 0.0, seconds, retains=True)
+
+        planner.build(rollouts, list(range(len(rollouts))), judge)
+        tries.append(len(judged))
+    assert tries == [5, 1, 6, 1]
+
+
+def test_stages_run_less_ahead_before_segments_are_cut():
+    """Where that is faster; here only segments cost time."""
+    rollouts, _ = flat_rollouts(100, 900, 4, 20)
+    owners = list(range(len(rollouts)))
+    planner = StepPlanner(PrefixConfig(), COST, 1, 4, 1, None)
+
+    def judge(_, plan):
+        over = max(0.0, max(plan.peak_positions) - 40000)
+        return forecast(plan, over, float(len(plan.segments)), retains=True)
+
+    _, forest = planner.build(rollouts, owners, judge)
+    plans = [*planner.plans(JointForest.alone(forest, owners))]
+    peaks = [max(plan.peak_positions) for plan in plans]
+    assert peaks == sorted({*peaks}, reverse=True) and len(peaks) == 4
+    assert peaks[0] > 40000 > peaks[-1]
+    assert segment_lengths(PrefixConfig(), 4) == (16384, 8192, 4096, 2048, 1024)
 
 
 @pytest.mark.parametrize("given", [0, 8192, "auto"])

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.plan_files.rules import check_plan
 from megatron_prefix.features.plan_files.segments import check_segments
 from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Action, Plan, policies
-from megatron_prefix.plan.check import PlanError, check_plan
+from megatron_prefix.plan.error import PlanError
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
 from megatron_prefix.tree import Place, Span, TreeOptions, build
 from tests.harness import fuzzing, trees

@@ -11,7 +11,7 @@ from megatron_prefix.lab.plans.job import simulate_job
 from megatron_prefix.lab.plans.joint_judge import How, judged, peak_received
 from megatron_prefix.lab.plans.joint_program import Batch, Rank
 from megatron_prefix.plan.actions import Plan, Transfer
-from megatron_prefix.plan.check import PlanError
+from megatron_prefix.plan.error import PlanError
 from megatron_prefix.tree import Place, Segment, Span
 from tests.harness.fuzzing import rounds
 from tests.harness.joint_jobs import Sizes, random_job, random_joint_job

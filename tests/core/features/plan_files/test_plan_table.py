@@ -13,8 +13,8 @@ from megatron_prefix.features.plan_files.table import from_csv, parse_action, to
 from megatron_prefix.lab.plans.messages import without_messages
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Transfer
-from megatron_prefix.plan.check import PlanError
 from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.error import PlanError
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, make_plan
 from megatron_prefix.plan.step_planner import StepPlanner

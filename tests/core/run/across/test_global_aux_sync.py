@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.experts.group_counts import GroupCounts
 from megatron_prefix.features.experts.sums import progress, prove, sums_behind
-from megatron_prefix.plan.check import PlanError, check_plan
+from megatron_prefix.features.plan_files.rules import check_plan
+from megatron_prefix.plan.error import PlanError
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
 from megatron_prefix.plan.walk import seconds_of, walk

@@ -1,9 +1,10 @@
-"""The rules that a plan must keep, and the error that marks where it breaks one.  Pure.
+"""The rules that a plan must keep.  Pure.
 
 Every rank runs one F and one B of every segment on each of its model chunks, parents before
 children forward, children before parents backward. On the last stage a backward comes after the
 forward that completes its losses. Two neighbours agree on the order of their messages, so that each
-direction is a FIFO. Deadlocks are found by `walk`.
+direction is a FIFO. Deadlocks are found by `walk`. The planner's own plans keep them by the way in
+which they are made, so steps check a user's alone.
 """
 
 from __future__ import annotations
@@ -11,20 +12,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence, Set
 
-from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import STEP, Action, Plan
-
-Cell = tuple[int, int]
-"""(rank, place in its program); the place after the last one stands for a missing action."""
-
-
-class PlanError(UserError):
-    """A plan that cannot run: a line that says why, and the `grid` with the `marked` cells."""
-
-    def __init__(self, message: str, plan: Plan, marked: Sequence[Cell]) -> None:
-        self.marked = tuple(marked)
-        self.grid = marked_grid(plan.programs, self.marked)
-        super().__init__(f"{message}\n{self.grid}")
+from megatron_prefix.plan.error import PlanError
 
 
 def check_plan(plan: Plan, ready_after: Sequence[int] | None = None) -> None:
@@ -110,31 +99,3 @@ def _check_link(plan: Plan, kind: str, source: int, target: int) -> None:
 def _error(plan: Plan, rank: int, place: int, text: str) -> PlanError:
     action = plan.programs[rank][place]
     return PlanError(f"rank {rank}, place {place}: {action} {text}", plan, [(rank, place)])
-
-
-# The grid ----------------------------------------------------------------------------------------
-
-
-def marked_grid(programs: Sequence[Sequence[Action]], marked: Sequence[Cell] = ()) -> str:
-    """The whole plan, one line a place and one column a rank.
-
-    Marked cells read `>B3<`, and their lines end in an arrow, as in the error grid of
-    `_format_pipeline_order` in torch/distributed/pipelining/schedules.py.
-    """
-    lengths = [len(program) for program in programs] + [place + 1 for _, place in marked]
-    numbers = ["", *map(str, range(max(lengths, default=0)))]
-    columns = [numbers]
-    for rank, program in enumerate(programs):
-        cells = [f" rank {rank}"]
-        for place in range(len(numbers) - 1):
-            text = str(program[place]) if place < len(program) else ""
-            cells.append(f">{text or 'end'}<" if (rank, place) in marked else f" {text}")
-        columns.append(cells)
-    widths = [max(map(len, cells)) + 1 for cells in columns]
-    bad = {place for _, place in marked}
-    lines = []
-    for place, (number, *cells) in enumerate(zip(*columns, strict=True), start=-1):
-        row = " ".join(map(str.ljust, cells, widths[1:]))
-        arrow = "  <-- here" if place in bad else ""
-        lines.append(f"{number:>{widths[0] - 1}}  {row}{arrow}".rstrip())
-    return "\n".join(lines)
