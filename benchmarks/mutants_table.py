@@ -522,7 +522,7 @@ _VISION = (
     _vision(
         "positions-not-in-the-codes",
         "features/vision/chunk_rows.py",
-        "words = combined(words, row.to(words.device).index_select(0, positions))",
+        "words = combined(words, _bits(local))",
         "words = combined(words, torch.zeros_like(words))",
     ),
     _vision(
@@ -535,8 +535,8 @@ _VISION = (
     _vision(
         "positions-in-another-order",
         "features/vision/chunk_rows.py",
-        "ids = torch.cat([_three(id_).flatten(1) for id_ in self._ids], 1)",
-        "ids = torch.cat([_three(one).flatten(1).flip(0) for one in self._ids], 1)",
+        "ids = torch.cat([ids.flatten(1) for ids in every], 1)",
+        "ids = torch.cat([ids.flatten(1).flip(0) for ids in every], 1)",
         f"{_STEPS} -k 'stock_schedules'",
     ),
     _vision(
@@ -556,7 +556,7 @@ _VISION = (
     _vision(
         "images-without-their-grid",
         "features/vision/tower.py",
-        "keys.append((tuple(grid.tolist()), numbers[:count].tobytes()))",
+        "keys.append((item.sizes, numbers[:count].tobytes()))",
         "keys.append(((), numbers[:count].tobytes()))",
         _TOWER,
     ),
@@ -571,16 +571,65 @@ _VISION = (
     _vision(
         "overwritten-patches",
         "features/vision/tower.py",
-        "            if image.version != _version(image.patches):",
-        "            if image.version > _version(image.patches):",
+        "            if image.version != _version(image.item.patches):",
+        "            if image.version > _version(image.item.patches):",
         _TOWER,
     ),
     _vision(
         "videos-as-one-image",
-        "features/vision/tower.py",
+        "features/vision/forms.py",
         "            grids[:, 0] = 1  #",
         "            grids[:, 0] = grids[:, 0]  #",
         _TOWER,
+    ),
+    _vision(
+        "clips-beside-longer-ones",
+        "features/vision/forms.py",
+        "        if self._longest and len(",
+        "        if False and len(",
+        _TOWER,
+    ),
+    _vision(
+        "padding-of-pixels-counts",
+        "features/vision/forms.py",
+        "                part[..., :h, :w]\n",
+        "                part\n",
+        _TOWER,
+    ),
+    _vision(
+        "frames-of-a-video-are-images",
+        "features/vision/forms.py",
+        '"num_frames": [num]})',
+        '"num_frames": [1] * num})',
+        _TOWER,
+    ),
+    _vision(
+        "positions-that-move-at-random",
+        "features/vision/models.py",
+        '    moves = tower.training and getattr(tower, "has_cpe", False)',
+        "    moves = False",
+        _TOWER,
+    ),
+    _vision(
+        "fractions-of-positions-are-cut-off",
+        "features/vision/chunk_rows.py",
+        "return positions.double().view(torch.int64) if fractions else positions",
+        "return positions.long() if fractions else positions",
+        _GIVEN,
+    ),
+    _vision(
+        "positions-of-one-sample-alone",
+        "features/vision/chunk_rows.py",
+        "ids.expand(-1, num, -1) if ids.shape[1] == 1 else ids for ids, num in pairs",
+        "ids for ids, num in pairs",
+        _GIVEN,
+    ),
+    _vision(
+        "a-pack-has-a-row-a-sample",
+        "features/vision/chunk_rows.py",
+        "[1 if ids.shape[-1] > samples.max() else len(samples) for",
+        "[len(samples) for",
+        _GIVEN,
     ),
     _vision(
         "backward-without-autocast",

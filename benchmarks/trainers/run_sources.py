@@ -68,12 +68,17 @@ IMAGES = (
     "1-qwen2-auto", "tp2-sp-qwen2", "pp2-qwen2", "1-qwen2-packed", "1-frozen-qwen2",
     "1-qwen3-packed", "cp2-qwen3-packed", "tp2-sp-cp2-qwen3-packed",
     "1-qwen35-auto", "tp2-sp-qwen35", "pp2-qwen35", "dp2-across-qwen35-auto", "1-frozen-qwen35",
+    "1-omni2-sound-auto", "tp2-sp-omni2-sound", "pp2-omni2-sound", "1-omni2", "1-omni3-auto",
+    "tp2-sp-omni3", "pp2-omni3", "dp2-across-omni3-sound-auto", "1-frozen-omni3",
 )  # fmt: skip
-IMAGES_PACKED = (
+IMAGES_NEWER = (
     "1-qwen35-packed", "tp2-sp-qwen35-packed", "pp2-qwen35-packed", "cp2-qwen35-packed",
-    "cp2-qwen35-packed-text",
+    "cp2-qwen35-packed-text", "1-nemotron-auto", "tp2-sp-nemotron", "pp2-nemotron",
+    "dp2-across-nemotron-auto", "1-frozen-nemotron", "1-nemotron-packed-auto",
+    "tp2-sp-nemotron-packed", "pp2-nemotron-packed", "cp2-nemotron-packed",
+    "tp2-sp-cp2-nemotron-packed", "dp2-ep2-nemotron-packed-auto",
 )  # fmt: skip
-"""GatedDeltaNet takes packs by a newer megatron-core."""
+"""GatedDeltaNet takes packs by a newer megatron-core, and Nemotron Omni wants one."""
 REPLAYS = ("1-replay-auto", "tp2-sp-replay-auto", "pp2-replay-auto")
 TRAINERS = {
     "verl, engine": Trainer(
@@ -174,7 +179,7 @@ TRAINERS = {
         "nemo_rl_images_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge"), IMAGES
     ),
     "NeMo-RL, images by 0.19": Trainer(
-        "nemo_rl_images_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge"), IMAGES_PACKED,
+        "nemo_rl_images_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge"), IMAGES_NEWER,
         "megatron-core",
     ),
     "ms-swift, trainers": Trainer(

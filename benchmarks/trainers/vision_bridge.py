@@ -7,16 +7,19 @@ parallelism, neither of which run here.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from benchmarks.trainers.vision_sources import (
     KIMI,
@@ -27,9 +30,14 @@ from benchmarks.trainers.vision_sources import (
     tower_config,
     typed,
 )
+from megatron_prefix.tree import cp_layout
 
 REMOTE = "transformers_modules.kimi.modeling_kimi_k25"
 """The name that transformers gives to such a file."""
+PATCH = 64
+"""Pixels of a side of Nemotron's patches, so that its table of positions is small."""
+SOUND = 61
+"""The token of a clip's rows; the one before it begins a clip."""
 FLASH = "flash_attention_2"
 
 
@@ -107,6 +115,121 @@ class Whole:
         """Of a list, as Megatron's schedules give it."""
         if not self.pre_process:  # type: ignore[attr-defined]
             self.language_model.set_input_tensor(tensor[0])  # type: ignore[attr-defined]
+
+
+def omni(version: str, name: str, config: Any, spec: Any, **options: Any) -> Any:
+    """Qwen2.5-Omni's ("25") or Qwen3-Omni's ("3") thinker, with its towers of images and sound."""
+    from tests.harness.vision import IMAGE, WIDTH
+
+    load()
+    stand_in("megatron.bridge.utils.vocab_utils", calculate_padded_vocab_size=None)
+    family = {"25": "qwen2_5_omni", "3": "qwen3_omni_moe"}[version]
+    prefix = {"25": "Qwen2_5Omni", "3": "Qwen3OmniMoe"}[version]
+    theirs = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    own = {"fullatt_block_indexes": [1]} if version == "25" else {
+        "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+    }  # fmt: skip
+    vision = tower_config(
+        getattr(theirs, f"{prefix}VisionEncoderConfig"), out_hidden_size=config.hidden_size, **own
+    )
+    heard = {"n_window": 4} if version == "25" else {"downsample_hidden_size": 8}
+    audio = getattr(theirs, f"{prefix}AudioEncoderConfig")(
+        num_mel_bins=WIDTH, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=24,
+        d_model=16, output_dim=config.hidden_size, attn_implementation="sdpa", **heard,
+    )  # fmt: skip
+    vars(config).update(
+        image_token_id=IMAGE, video_token_id=-1, audio_token_id=SOUND, vision_start_token_id=-2,
+        audio_start_token_id=SOUND - 1, position_id_per_seconds=25, seconds_per_chunk=2,
+        spatial_merge_size=2, vocab_size=options["vocab_size"], logit_dtype=None,
+        language_max_sequence_length=options["max_sequence_length"],
+        rotary_percent=options["rotary_percent"], rotary_base=options["rotary_base"],
+        fp16_lm_cross_entropy=False, multimodal_attn_impl="auto",
+        share_embeddings_and_output_weights=options["share_embeddings_and_output_weights"],
+    )  # fmt: skip
+    path = f"megatron.bridge.models.qwen_omni.modeling_qwen{version}_omni.thinker_model"
+    made = named(f"{path}.Qwen{version}OmniThinkerModel")
+    if version == "3":  # newer transformers have it as a function
+        tower = importlib.import_module(path).Qwen3OmniMoeAudioEncoderHF
+        tower._get_feat_extract_output_lengths = _heard
+    towers = types.SimpleNamespace(vision_config=vision, audio_config=audio)
+    stages = {name: options[name] for name in ("pre_process", "post_process")}
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    spec.submodules = types.SimpleNamespace(self_attention=types.SimpleNamespace())
+    return _older(typed(made(config, spec, towers, pg_collection=groups, **stages)))
+
+
+def _heard(_: Any, lengths: Any) -> Any:
+    """Rows of a clip, as transformers' own function has them."""
+    from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as theirs
+
+    return None, theirs._get_feat_extract_output_lengths(lengths)
+
+
+def nemotron(name: str, config: Any, spec: Any, **options: Any) -> Any:
+    """Nemotron Omni, a hybrid model with RADIO's tower, of megatron-core 0.19 and newer."""
+    from megatron.core import utils as core_utils
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+
+    from megatron_prefix.lab.models import hybrid
+    from tests.harness.vision import IMAGE
+
+    load()
+    if core_utils.tex is None:
+        core_utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=_zigzag)
+    inner = config.model_spec
+    pattern, stages = inner.hybrid_override_pattern, config.pipeline_model_parallel_size
+    cuts = [len(pattern) * number // stages for number in range(stages + 1)]
+    parts = [pattern[start:end] for start, end in itertools.pairwise(cuts)]
+    vision = _radio_config(config)
+    projection = copy.deepcopy(vision)
+    projection.hidden_size, projection.add_bias_linear = config.hidden_size, False
+    tower = get_vit_layer_with_local_spec()
+    tower.submodules.self_attention.submodules.core_attention = EachImage
+    language = hybrid._local_stack(config, inner)
+    made = named("megatron.bridge.models.nemotron_omni.modeling_nemotron_omni.NemotronOmniModel")
+    model = made(
+        language_transformer_config=config, language_transformer_layer_spec=language,
+        language_vocab_size=options["vocab_size"], image_token_index=IMAGE, patch_dim=PATCH,
+        language_max_sequence_length=options["max_sequence_length"],
+        vision_transformer_config=vision, vision_transformer_layer_spec=tower,
+        vision_projection_config=projection,
+        vision_projection_layer_spec=tower.submodules.mlp.keywords["submodules"],
+        language_position_embedding_type="none", hybrid_layer_pattern="|".join(parts),
+        add_encoder=options["pre_process"], vision_class_token_len=2,
+        radio_force_cpe_eval_mode=True, temporal_patch_dim=2, separate_video_embedder=True,
+        **{name: options[name] for name in ("pre_process", "post_process")},
+    )  # fmt: skip
+    return typed(model)
+
+
+def _radio_config(config: Any) -> Any:
+    """That of a small tower, made of the language model's as Megatron-Bridge's provider does."""
+    vision = copy.deepcopy(config)
+    vars(vision).update(
+        sequence_parallel=False, context_parallel_size=1, pipeline_model_parallel_size=1,
+        num_layers=2, num_attention_heads=2, num_query_groups=2, hidden_size=32, kv_channels=16,
+        ffn_hidden_size=48, gated_linear_unit=False, add_bias_linear=True, add_qkv_bias=True,
+        activation_func=torch.nn.functional.gelu, normalization="LayerNorm", qk_layernorm=False,
+        num_moe_experts=None, mtp_num_layers=None, is_hybrid_model=False,
+        recompute_granularity=None,
+    )  # fmt: skip
+    return vision
+
+
+def _zigzag(ends: Any, total: int, size: int, rank: int) -> Any:
+    """transformer-engine's: which positions of a pack a context-parallel rank has."""
+    return torch.from_numpy(cp_layout.held_positions(ends.diff().tolist(), rank, size))
+
+
+class EachImage(torch.nn.Module):
+    """Attention of a pack of images, each of which sees itself; called as Megatron's is."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, q: Any, k: Any, v: Any, *_: Any, packed_seq_params: Any, **__: Any) -> Any:
+        q, k, v = (one.flatten(0, -3) for one in (q, k, v))
+        return _each_image(q, k, v, packed_seq_params.cu_seqlens_q).flatten(1)
 
 
 def _bridge(path: str, config: Any, spec: Any, options: dict[str, Any], kind: str) -> Any:

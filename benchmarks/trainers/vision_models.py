@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ class Model(NamedTuple):
         rows: calls are rows in every layout.
         shares: tensor- and context-parallel ranks share the images of a call, and its tower is
             frozen there, as it is refused otherwise.
+        heard: it wants sound or pixels, which nemo_rl_images_steps.py alone gives it.
     """
 
     kind: str
@@ -37,9 +39,13 @@ class Model(NamedTuple):
     alone: bool = False
     rows: bool = False
     shares: bool = False
+    heard: bool = False
 
 
-BY_WORD = {"qwen2": "Qwen2.5-VL", "qwen3": "Qwen3-VL", "qwen35": "Qwen3.5"}
+BY_WORD = {
+    "qwen2": "Qwen2.5-VL", "qwen3": "Qwen3-VL", "qwen35": "Qwen3.5", "omni2": "Qwen2.5-Omni",
+    "omni3": "Qwen3-Omni", "nemotron": "Nemotron Omni",
+}  # fmt: skip
 """Megatron-Bridge's models, by the words for them in layouts' names of run_sources.py."""
 PLAIN = "Megatron-Bridge, Qwen2.5-VL"
 MODELS = {
@@ -53,6 +59,16 @@ MODELS = {
         cuts_labels=True, rows=True, takes_cp=False,  # its layers do, from megatron-core 0.18 on
     ),
     "Megatron-Bridge, Qwen2.5-VL": Model(PLAIN, vision_bridge.qwen2_5, takes_cp=False),
+    "Megatron-Bridge, Qwen2.5-Omni": Model(
+        "Megatron-Bridge, Qwen3-VL", partial(vision_bridge.omni, "25"), heard=True
+    ),
+    "Megatron-Bridge, Qwen3-Omni": Model(
+        "Megatron-Bridge, Qwen3-VL", partial(vision_bridge.omni, "3"), heard=True
+    ),
+    "Megatron-Bridge, Nemotron Omni": Model(
+        "Megatron-Bridge, Qwen2.5-VL", vision_bridge.nemotron, "tiny-nemotron-h",
+        {"num_layers": 4}, heard=True,
+    ),
     "Megatron-Bridge, GLM-4.5V": Model(PLAIN, vision_bridge.glm4v, takes_cp=False),
     "Megatron-Bridge, Kimi-K2.5": Model(
         PLAIN, vision_bridge.kimi, "tiny-deepseek",

@@ -31,7 +31,8 @@ _INSIDE = (
     "models", "models.qwen_vl", "models.qwen_vl.modelling_qwen3_vl", "training", "training.utils",
     "utils", "core", "models.qwen3_vl", "models.qwen2_5_vl", "models.qwen3_5", "models.glm4_vl",
     "models.glm_vl", "models.kimi_vl", "models.hf_pretrained", "model", "model.mm_gpts",
-    "models.qwen2_vl",
+    "models.qwen2_vl", "models.qwen_omni", "models.qwen_omni.modeling_qwen25_omni",
+    "models.qwen_omni.modeling_qwen3_omni", "models.nemotron_omni",
 )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ WORDS = {
     "tokens": "means over tokens", "sequences": "means over sequences",
     "static": "fixed microbatches", "packed": "packed rows",
     "frozen": "a frozen tower", "text": "text without images",
+    "sound": "sound without images",
     **vision_models.BY_WORD,
 }  # fmt: skip
 """What a word in a layout's name means, beside its ranks and its mode."""
@@ -65,7 +66,7 @@ def models_of(trainer: Trainer) -> Iterator[str]:
         yield "its GatedDeltaNet"
     models = (vision_models.BY_WORD.get(word) for one in layouts for word in parts(one)[1])
     yield from dict.fromkeys(filter(None, models))
-    for name in vision_models.MODELS:
+    for name in [name for name, model in vision_models.MODELS.items() if not model.heard]:
         package, _, model = name.partition(", ")
         if BUILT_BY.get(package, package) == trainer.name:
             yield model

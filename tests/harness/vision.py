@@ -257,9 +257,10 @@ class VisionLanguage(MegatronModule):
 
 def around(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters of a model that are not of its language model, or of its tower."""
-    inside = model.language_model is not model
+    inner = model.language_model
+    inside = {*map(id, inner.parameters())} if inner is not model else set()
     for name, parameter in model.named_parameters():
-        if name.startswith("language_model.") != inside or name.startswith("vision_model."):
+        if name.startswith("vision_model.") or (inside and id(parameter) not in inside):
             yield name, parameter
 
 
@@ -299,11 +300,11 @@ def build(
     """
     depth = KINDS[name].depth
     num_layers = num_layers or (2 * max(1, depth) if layout.pp > 1 else max(2, depth + 1))
-    recurrent = spec == hybrid.GDN
-    if recurrent:
-        cpu.load_recurrent_layers()
-    layers = hybrid.gated_delta(num_layers) if recurrent else {"num_layers": num_layers}
+    delta = spec == hybrid.GDN
+    layers = hybrid.gated_delta(num_layers) if delta else {"num_layers": num_layers}
     inner = resolve(spec, **layers, **fields).with_vocab(VOCAB)
+    if delta or inner.is_hybrid_model:
+        cpu.load_recurrent_layers()
     half = int(inner.kv_channels * inner.rotary_percent) // 2
     sections = {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     ddp = {name: overrides.pop(name) for name in DDP if name in overrides}
@@ -313,6 +314,7 @@ def build(
         recompute=overrides.pop("recompute", "none"),
         overrides={"variable_seq_lengths": True, **sections, **overrides},
     )  # fmt: skip
+    config.model_spec = inner
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     model = (make or (Showing if KINDS[name].shows_decoder else VisionLanguage))(
         name, config, block_spec(config, False, None), vocab_size=VOCAB, max_sequence_length=512,
@@ -334,7 +336,7 @@ def _fill(model: Any, inner: Any, *, freeze: bool) -> None:
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     weights.fill(model.language_model, inner, 1234)
     inside = model.language_model
-    recurrent = inner.name == hybrid.GDN
+    recurrent = inner.name == hybrid.GDN or inner.is_hybrid_model
     for layer in inside.decoder.layers:
         if recurrent or hasattr(layer.mlp, "router"):
             keep_float64(layer if recurrent else layer.mlp.router)

@@ -29,9 +29,10 @@ from megatron_prefix.features.vision.fingerprints import combined
 from megatron_prefix.features.vision.models import POSITIONS_FIRST
 from megatron_prefix.megatron.families import calls_parent, forward_owner, has_mrope
 from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS, PACKS_INSIDE
-from megatron_prefix.run.calls import BLOCK, EMBEDDINGS, ModelCall
+from megatron_prefix.run.calls import BLOCK, EMBEDDINGS, ModelCall, shape_of
 from megatron_prefix.run.rank import Rank, gathered
-from megatron_prefix.tree import Forest, cp_layout
+from megatron_prefix.run.read.step import Step
+from megatron_prefix.tree import cp_layout
 
 Numbers = np.ndarray
 
@@ -76,6 +77,7 @@ class ChunkRows:
         self._ids = [call["position_ids"] for call in calls] if multimodal else []
         if any(ids is None for ids in self._ids):
             raise refused(NO_POSITION_IDS)
+        self._shapes = [shape_of(call) for call in calls]
         has_rows = bool(calls) and calls[0][EMBEDDINGS] is not None
         call_rows = [CallRows.of(call, self._positions_first) for call in calls if has_rows]
         self._calls: list[CallRows] = call_rows
@@ -117,19 +119,21 @@ class ChunkRows:
             words = torch.from_numpy(tokens).to(self._device)  # type: ignore[arg-type]
             self._tokens = self._over_cp(words, lengths)
         if self._ids:
-            self._positions = self._whole_positions(lengths)
+            rows = [1 if shape is None else shape[0] for shape in self._shapes]
+            self._positions = self._whole_positions(lengths, rows)
             for row in self._positions:
-                words = combined(words, row.to(words.device).index_select(0, positions))
+                local = row.to(words.device).index_select(0, positions)
+                words = combined(words, _bits(local))
         if self._tp.size() > self._sequence_ranks:  # ranks must build one tree
             words = words.contiguous()
             dist.broadcast(words, dist.get_process_group_ranks(self._tp)[0], self._tp)
         return to_host(words & torch.iinfo(torch.int64).max)
 
-    def prepare(self, forest: Forest) -> None:
+    def prepare(self, step: Step) -> None:
         """Begins a step, or begins it again: finds the rows of all segments."""
-        lengths = forest.num_positions
+        forest, lengths = step.forest, step.forest.num_positions
         if self._ids and self._positions is None:
-            self._positions = self._whole_positions(lengths)
+            self._positions = self._whole_positions(lengths, self._rows_of_calls(step))
         self._leaves.clear()
         for call in self._calls:
             call.gradients = []
@@ -281,9 +285,23 @@ class ChunkRows:
         order = to_device(local_rows.device, cp_layout.view_order(lengths, self._cp.size()))
         return gathered(local_rows, self._cp).index_select(0, order)
 
-    def _whole_positions(self, lengths: Sequence[int]) -> Tensor:
-        """Positions of all samples, int64 [3, positions]. Models get whole ones, or slices."""
-        ids = torch.cat([_three(id_).flatten(1) for id_ in self._ids], 1).to(self._device)
+    def _rows_of_calls(self, step: Step) -> list[int]:
+        """How many rows of samples each call has, on a stage whose calls do not say: those of a
+        pack are one row, which is longer than any of them."""
+        lengths, microbatches = np.array(step.forest.num_positions), np.array(step.microbatch_of)
+        own = [lengths[microbatches == number] for number in range(len(self._ids))]
+        pairs = zip(self._ids, own, strict=True)
+        return [1 if ids.shape[-1] > samples.max() else len(samples) for ids, samples in pairs]
+
+    def _whole_positions(self, lengths: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """Positions of all samples, [3, positions]; models get whole ones, or slices.
+
+        Args:
+            rows: of each call's samples. Some models give one row's positions for all of them.
+        """
+        pairs = zip(map(_three, self._ids), rows, strict=True)
+        every = [ids.expand(-1, num, -1) if ids.shape[1] == 1 else ids for ids, num in pairs]
+        ids = torch.cat([ids.flatten(1) for ids in every], 1).to(self._device)
         if ids.shape[1] == sum(lengths):
             return ids
         if ids.shape[1] * self._cp.size() != sum(lengths):
@@ -319,6 +337,12 @@ def _rows_of(segment: Any, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
         rows.append(start + np.minimum(steps, max(span.length - 1, 0)) * bool(span.rollouts))
         own.append((steps < span.length) & bool(span.rollouts))
     return np.concatenate(rows), np.concatenate(own)
+
+
+def _bits(positions: Tensor) -> Tensor:
+    """Numbers that are equal where positions are, int64; some models count in fractions."""
+    fractions = positions.is_floating_point()
+    return positions.double().view(torch.int64) if fractions else positions
 
 
 def _three(ids: Tensor) -> Tensor:

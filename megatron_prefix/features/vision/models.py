@@ -6,10 +6,12 @@ Rotary tables are made by the model from the positions that it is called with, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.features.vision.forms import Clips, Images, Pixels
 from megatron_prefix.layers.kind import owner
 from megatron_prefix.megatron.families import calls_parent, forward_owner, has_mrope
 from megatron_prefix.megatron.install import language_model
@@ -35,21 +37,24 @@ ROTARY = {
 
 
 class Tower(NamedTuple):
-    """A class of vision tower, and how it is called.
+    """A class of tower, or of model with a method that runs towers: what an image or a clip comes
+    to depends on it alone.
 
     Attributes:
-        forward: the class that defines it.
-        grids: its argument of the images' grids.
-        apart: whether frames of a video see themselves alone: [t, h, w] is t images.
-        listed: whether it returns a list with the rows of every image.
+        form: of it, how it is called.
         needs: its `_attn_implementation`, if with another one images see one another.
+        method: what is called.
+        inside: modules that the method runs, where they are not all of it.
     """
 
-    forward: str
-    grids: str = "grid_thw"
-    apart: bool = True
-    listed: bool = False
+    form: Callable[[Any], Images] = lambda _: Images("grid_thw")
     needs: str = ""
+    method: str = "forward"
+    inside: tuple[str, ...] = ()
+
+    def parts(self, module: Any) -> list[Any]:
+        """The modules that run; None where a pipeline stage has none."""
+        return [getattr(module, name) for name in self.inside] if self.inside else [module]
 
 
 _OF_IMAGES = (
@@ -59,6 +64,8 @@ _OF_IMAGES = (
     f"{_HF}.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel",
     f"{_HF}.qwen3_5.modeling_qwen3_5.Qwen3_5VisionModel",
     f"{_HF}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeVisionModel",
+    f"{_HF}.qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5OmniVisionEncoder",
+    f"{_HF}.qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeVisionEncoder",
     f"{_HF}.glm4v.modeling_glm4v.Glm4vVisionModel",
     f"{_HF}.glm4v_moe.modeling_glm4v_moe.Glm4vMoeVisionModel",
     f"{_QWEN3}.vision_model.Qwen3VLVisionModel",
@@ -66,17 +73,24 @@ _OF_IMAGES = (
     "mbridge.models.qwen3_vl.vision_model.Qwen3VLVisionModel",
 )
 TOWERS = {
-    **{name: Tower(name) for name in _OF_IMAGES},
+    **dict.fromkeys(_OF_IMAGES, Tower()),
+    f"{_HF}.qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5OmniAudioEncoder": Tower(
+        partial(Clips, masked=True)
+    ),
+    f"{_HF}.qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeAudioEncoder": Tower(
+        partial(Clips, masked=False)
+    ),
     # Kimi-K2.5, of Megatron-Bridge: its eager attention adds 1 to scores inside an image, and
     # leaves the others.
     f"{_REMOTE}.modeling_kimi_k25.MoonViT3dPretrainedModel": Tower(
-        f"{_REMOTE}.modeling_kimi_k25.MoonViT3dPretrainedModel",
-        grids="grid_thws", apart=False, listed=True, needs="flash_attention_2",
+        lambda _: Images("grid_thws", apart=False, listed=True), "flash_attention_2"
     ),
-}  # fmt: skip
-"""Classes of vision towers that are called with patches and grids of images, and in which an image
-sees itself alone; they run once an image (tower.py) unless they drop anything at random,
-others once a call."""
+    "megatron.bridge.models.nemotron_omni.modeling_nemotron_omni.NemotronOmniModel": Tower(
+        Pixels, method="_encode_images", inside=("vision_model", "vision_projection")
+    ),
+}
+"""Classes of towers in which an image, or a clip of sound, sees itself alone; they run once an
+image (tower.py) unless they do anything at random, others once a call."""
 SPLIT_BY_RANKS = {
     "mbridge.models.qwen3_vl.model.Qwen3VLModel",
     "mbridge.models.qwen3_5.model.Qwen3_5VLModel",
@@ -96,17 +110,17 @@ def tower(module: Any) -> Tower | None:
     """A vision tower's line of the table; None if what an image's rows depend on is not known, or
     chance."""
     line = TOWERS.get(forward_owner(module))
-    if line is None or drops(module):
+    if line is None or any(part is None or drops(part) for part in line.parts(module)):
         return None
     attention = getattr(module.__dict__.get("config"), "_attn_implementation", None)
     return line if line.needs in ("", attention) else None
 
 
-def vision_tower(model: Any) -> Any:
-    """The vision tower of a model chunk, wrapped or not; None without one, or if what an image's
-    rows depend on is not known, or chance."""
+def towers(model: Any) -> list[Any]:
+    """The towers of a model chunk, wrapped or not; without those of which it is not known what an
+    image's rows depend on, or chance."""
     modules = around(model, language_model(model))
-    return next((module for module in modules if tower(module) is not None), None)
+    return [module for module in modules if tower(module) is not None]
 
 
 def around(model: Any, inner: Any) -> Iterator[Any]:
@@ -123,7 +137,12 @@ def around(model: Any, inner: Any) -> Iterator[Any]:
 
 
 def drops(tower: Any) -> bool:
-    """Whether a vision tower drops anything at random, so that its next forward may be another."""
+    """Whether a vision tower drops anything at random, so that its next forward may be another; or
+    moves its table of positions, as RADIO's does in training."""
+    settled = "force_cpe_eval_mode", "interpolate_only_cpe"
+    moves = tower.training and getattr(tower, "has_cpe", False)
+    if moves and not any(getattr(tower, name, False) for name in settled):
+        return True
     for module in (part for part in tower.modules() if part.training):
         if "Dropout" in type(module).__name__ and getattr(module, "p", None):
             return True

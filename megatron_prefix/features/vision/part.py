@@ -40,7 +40,7 @@ class Images(StepPart):
     @property
     def counts_calls(self) -> bool:  # type: ignore[override]
         """See StepPart: a tower's rows are kept for a microbatch, whichever call they are for."""
-        return self.runs_outside and models.vision_tower(self.rank.models[0]) is not None
+        return self.runs_outside and bool(models.towers(self.rank.models[0]))
 
     @contextlib.contextmanager
     def around_forward_steps(self, capture: Capture) -> Iterator[None]:
@@ -48,11 +48,13 @@ class Images(StepPart):
         with contextlib.ExitStack() as stack:
             for model in self.rank.models if self.runs_outside else ():
                 stack.callback(model.register_forward_pre_hook(capture.state.called).remove)
-                if (tower := models.vision_tower(model)) is not None:
+                for tower in models.towers(model):
                     self._towers.append(
                         stack.enter_context(TowerOnce(tower, _image_number).running())
                     )
-                    stack.enter_context(_owning(capture.state, tower))
+                    line = models.tower(tower)
+                    for module in line.parts(tower) if line is not None else ():
+                        stack.enter_context(_owning(capture.state, module))
             yield
 
     def check_model(self, chunk: int) -> None:
@@ -81,7 +83,7 @@ class Images(StepPart):
         """See StepPart."""
         self._is_received = [segment.source >= 0 for segment in attempt.plan.segments]
         for rows in filter(None, self._rows):
-            rows.prepare(attempt.step.forest)
+            rows.prepare(attempt.step)
         for tower in self._towers:
             tower.begin()
         for stage in attempt.stages:

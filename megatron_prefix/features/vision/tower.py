@@ -1,4 +1,5 @@
-"""A vision tower that runs once for every different image of a step, or frame of a video.
+"""A vision tower that runs once for every different image of a step, or frame of a video; or one of
+sound, for every clip, which is called an image here.
 
 Forward steps run up to their language model's call, all of them before the first segment, and each
 would keep its tower's graph until its backward.  So the tower runs without gradients there, and
@@ -22,15 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import (
-    _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
-)
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
 from megatron_prefix.features.vision import models
 from megatron_prefix.features.vision.fingerprints import fingerprints
-from megatron_prefix.megatron.install import replaced
+from megatron_prefix.features.vision.forms import Item
 from megatron_prefix.refusals.table import OVERWRITTEN
 from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.sidecar.arena import wider
@@ -45,16 +43,14 @@ class Image:
     """One different image.
 
     Attributes:
-        patches: of it.
-        grid: int64 [3]: frames, height, width.
+        item: it.
         microbatch: the first one that has it.
-        version: of the patches, as torch counts writes to them.
+        version: of its patches, as torch counts writes to them.
         rows: of every tensor that the tower returns.
         sums: of the gradients of these; None before the first.
     """
 
-    patches: Tensor
-    grid: Tensor
+    item: Item
     microbatch: int
     version: int
     rows: list[Tensor] = field(default_factory=list)
@@ -71,11 +67,11 @@ class Image:
 
 
 class TowerOnce:
-    """Takes the place of a tower's `forward` for the time of a step; see `running`.
+    """Takes the place of a tower's `forward`, or of a method that runs towers, for the time of a
+    step; see `running`.
 
     Args:
-        tower: (patches [n, ...], grids [images, 3]) -> a tree of rows, or a list of those of every
-            image; one of the table of models.py, or called as most of these.
+        tower: one of the table of models.py, or called as most of these.
         step: tells which of the trainer's microbatches runs; -1: none, and it runs as ever.
 
     Attributes:
@@ -84,16 +80,16 @@ class TowerOnce:
 
     def __init__(self, tower: nn.Module, step: Callable[[], int]) -> None:
         self._tower, self._step = tower, step
-        self._kind = models.tower(tower) or models.Tower("")
-        self._stock: Callable[..., Any] = tower.forward
+        line = models.tower(tower) or models.Tower()
+        self._form, self._method = line.form(tower), line.method
+        self._stock: Callable[..., Any] = getattr(tower, self._method)
         self._signature = inspect.signature(self._stock)
         self._images: dict[Key, Image] = {}
-        self._structure: Any = None
-        self._plain: list[Any] = []  # what a call returns; `Tensor` for each tensor
         self._settings = Settings.now()
         self._calls: Counter[int] = Counter()
         self._waiting: dict[int, list[tuple[list[Key], list[list[Tensor]]]]] = defaultdict(list)
-        self._trains = any(parameter.requires_grad for parameter in tower.parameters())
+        parameters = [own for part in line.parts(tower) for own in part.parameters()]
+        self._trains = any(parameter.requires_grad for parameter in parameters)
         self.waits = False
 
     @contextlib.contextmanager
@@ -103,7 +99,7 @@ class TowerOnce:
         Raises:
             RuntimeError: a microbatch's gradients have not reached all that the tower gave it.
         """
-        with replaced(self._tower, self._forward):
+        with _replaced(self._tower, self._method, self._forward):
             yield self
         if any(self._waiting.values()):
             raise RuntimeError("gradients of images have not come back to the vision tower")
@@ -115,13 +111,12 @@ class TowerOnce:
             image.sums = [None] * len(image.rows)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        provided = self._signature.bind(*args, **kwargs).arguments
-        grids = provided.pop(self._kind.grids, None)
-        patches = [value for value in provided.values() if value is not None]
-        is_plain = grids is not None and len(patches) == 1 and isinstance(patches[0], Tensor)
-        if not is_plain or not len(grids) or self._step() < 0:
+        items = None
+        if self._step() >= 0:
+            items = self._form.items(self._signature.bind(*args, **kwargs).arguments)
+        if not items:
             return self._stock(*args, **kwargs)
-        keys = self._seen(patches[0].detach(), grids)
+        keys = self._seen(items)
         copies = [self._images[key].rows for key in keys]
         lengths = [len(rows[0]) for rows in copies]
         rows = [torch.cat(parts) for parts in zip(*copies, strict=True)]
@@ -130,50 +125,37 @@ class TowerOnce:
             self._calls[number] += 1
             anchor = torch.zeros((), requires_grad=True)
             rows = [*_ImageRows.apply(self, number, keys, anchor, *rows)]
-        if self._kind.listed:
-            return [*rows[0].split(lengths)]
-        remaining = iter(rows)
-        leaves = [next(remaining) if leaf is Tensor else leaf for leaf in self._plain]
-        return pytree.tree_unflatten(leaves, self._structure)
+        return self._form.joined(rows, lengths, items)
 
-    def _seen(self, patches: Tensor, grids: Tensor) -> list[Key]:
+    def _seen(self, items: Sequence[Item]) -> list[Key]:
         """Which images a call has; those that are new go through the tower."""
-        if self._kind.apart:
-            grids = grids.repeat_interleave(grids[:, 0], 0)
-            grids[:, 0] = 1  # some models join images of one size, as if they were a video
-        counts = grids.prod(-1).tolist()
-        numbers = to_host(fingerprints(patches.flatten(1)))
+        rows = [item.patches.flatten(0, -2) for item in items]
+        counts = [len(part) for part in rows]
+        if len({part.shape[-1] for part in rows}) == 1:
+            rows = [torch.cat(rows)]
+        numbers = to_host(torch.cat([fingerprints(part) for part in rows]))
         keys: list[Key] = []
         new: dict[Key, Image] = {}
-        for part, grid, count in zip(patches.split(counts), grids, counts, strict=True):
-            keys.append((tuple(grid.tolist()), numbers[:count].tobytes()))
+        for item, count in zip(items, counts, strict=True):
+            keys.append((item.sizes, numbers[:count].tobytes()))
             numbers = numbers[count:]
             if keys[-1] not in self._images:
-                new.setdefault(keys[-1], Image(part, grid, self._step(), _version(part)))
-        if new:
+                new.setdefault(keys[-1], Image(item, self._step(), _version(item.patches)))
+        for images in self._together([*new.values()]):
+            own = [image.item for image in images]
             with torch.no_grad():
-                output = self._run([*new.values()])
+                output = self._form.run(self._stock, own)
             self._settings = Settings.now()
-            for image, rows in zip(
-                new.values(), self._by_image(output, [*new.values()]), strict=True
-            ):
+            for image, rows in zip(images, self._form.rows(output, own), strict=True):
                 image.rows, image.sums = rows, [None] * len(rows)
-            self._images |= new
+        self._images |= new
         return keys
 
-    def _run(self, images: Sequence[Image]) -> Any:
-        patches = torch.cat([image.patches for image in images])
-        grids = torch.stack([image.grid for image in images])
-        return self._stock(patches, **{self._kind.grids: grids})
-
-    def _by_image(self, output: Any, images: Sequence[Image]) -> list[list[Tensor]]:
-        """The rows of every image, of every tensor that the tower has returned."""
-        if self._kind.listed:
-            return [[rows] for rows in output]
-        leaves, self._structure = pytree.tree_flatten(output)
-        self._plain = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        parts = [_split_images(leaf, images) for leaf in leaves if isinstance(leaf, Tensor)]
-        return [[*rows] for rows in zip(*parts, strict=True)]
+    def _together(self, images: list[Image]) -> list[list[Image]]:
+        """Those that one call of the tower has."""
+        if self._form.alone:
+            return [[image] for image in images]
+        return [images] if images else []
 
     def receive(self, number: int, keys: list[Key], gradients: list[Tensor]) -> None:
         """Takes the gradients of a call's rows.
@@ -207,21 +189,22 @@ class TowerOnce:
         for start in range(0, len(waiting), IMAGES):
             self._go_on(waiting[start : start + IMAGES])
 
-    def _go_on(self, images: Sequence[Image]) -> None:
+    def _go_on(self, images: list[Image]) -> None:
         """Raises UserError where the trainer has written other patches into an image's."""
         for image in images:
-            if image.version != _version(image.patches):
+            if image.version != _version(image.item.patches):
                 raise refused(OVERWRITTEN, "an argument of the vision tower", image.microbatch)
+        for together in self._together(images):
+            self._backward(together)
+
+    def _backward(self, images: list[Image]) -> None:
         with torch.enable_grad(), self._settings.autocasting():
-            leaves = pytree.tree_leaves(self._run(images))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        by_image = [image.sums for image in images]
+            output = self._form.run(self._stock, [image.item for image in images])
+        tensors = self._form.leaves(output)
+        by_image: list[Any] = [image.sums for image in images]
         for image in images:
             image.sums = [None] * len(image.rows)
-        if self._kind.listed:
-            sums: list[Any] = [total for (total,) in by_image]
-        else:
-            sums = [torch.cat(parts) for parts in zip(*by_image, strict=True)]  # type: ignore[arg-type]
+        sums = self._form.gradients(by_image)
         pairs = [(t, s.to(t.dtype)) for t, s in zip(tensors, sums, strict=True) if t.requires_grad]
         torch.autograd.backward(
             [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
@@ -243,11 +226,18 @@ class _ImageRows(torch.autograd.Function):
         return (None,) * (4 + len(gradients))
 
 
+@contextlib.contextmanager
+def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a method of one module."""
+    before = vars(module).get(name)  # some trainers put their own here
+    setattr(module, name, method)
+    try:
+        yield
+    finally:
+        vars(module).pop(name, None)
+        if before is not None:
+            setattr(module, name, before)
+
+
 def _version(patches: Tensor) -> int:
     return 0 if patches.is_inference() else patches._version
-
-
-def _split_images(rows: Tensor, images: Sequence[Image]) -> list[Tensor]:
-    """Rows of every image, which are as many as it has patches, or a share of that."""
-    total = sum(len(image.patches) for image in images)
-    return [*rows.split([len(image.patches) * len(rows) // total for image in images])]

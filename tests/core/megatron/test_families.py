@@ -126,10 +126,10 @@ def test_towers_are_found_by_their_class():
     full = "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel"
     tower = named(full, nn.Linear)(2, 2)
     model = Wrapper(tower)
-    assert models.vision_tower(model) is tower
+    assert models.towers(model) == [tower]
     assert language_model(model) is unwrap(model.language_model)
     model = Wrapper(nn.Linear(2, 2))
-    assert models.vision_tower(model) is None
+    assert models.towers(model) == []
 
 
 @pytest.mark.parametrize("where", ["module", "number", "config", "nowhere", "not in training"])
@@ -139,8 +139,8 @@ def test_towers_that_drop_at_random_are_not_run_twice(where):
     tower[0].attention_dropout = 0.1 if where in ("number", "not in training") else 0.0
     tower.config = types.SimpleNamespace(hidden_dropout=0.1 if where == "config" else 0.0)
     tower.train(where != "not in training")
-    found = models.vision_tower(Wrapper(tower))
-    assert found is (tower if where in ("nowhere", "not in training") else None)
+    found = models.towers(Wrapper(tower))
+    assert found == ([tower] if where in ("nowhere", "not in training") else [])
 
 
 def test_what_changes_around_the_language_model_is_seen():

@@ -89,7 +89,7 @@ def test_tokens_with_positions_of_their_own():
     found = made.codes([4, 4, 4], tokens).reshape(3, 4)
     assert (found[0] == found[1]).all() and (found[0] != found[2]).all()
     assert len({*found[0].tolist()}) == 4  # the same token at two places
-    made.prepare(forest([(0, 0, 4, 4)], [4, 4, 4]))
+    made.prepare(step([(0, 0, 4, 4)], [4, 4, 4]))
     arguments = made.arguments(0)
     assert arguments["input_ids"].tolist() == [[7, 8, 7, 9]]
     assert arguments["position_ids"].tolist() == [[[0, 1, 2, 3]]] * 3
@@ -105,19 +105,20 @@ def test_what_has_nothing_to_give():
         chunk_rows([call(0)], rank(ahead=True), 0)
 
 
-def forest(spans, lengths):
-    """One segment of spans (rollout, start, length, padded)."""
+def step(spans, lengths):
+    """One with a segment of spans (rollout, start, length, padded)."""
     made = [
         SimpleNamespace(rollouts=(r,) if r >= 0 else (), start=s, length=n, padded=p)
         for r, s, n, p in spans
     ]
-    return SimpleNamespace(num_positions=lengths, segments=[SimpleNamespace(spans=made)])
+    forest = SimpleNamespace(num_positions=lengths, segments=[SimpleNamespace(spans=made)])
+    return SimpleNamespace(forest=forest, microbatch_of=[*range(len(lengths))])
 
 
 def segment_of(calls, spans):
     made = ChunkRows(calls, rank(), 0)
     made.codes([6] * len(calls), None)
-    made.prepare(forest(spans, [6] * len(calls)))
+    made.prepare(step(spans, [6] * len(calls)))
     return made, made.arguments(0)
 
 
@@ -151,8 +152,9 @@ def test_gradients_of_several_segments_come_together():
     calls, spans = [call(0)], [[(0, 0, 4, 4)], [(0, 4, 2, 2)]]
     made = ChunkRows(calls, rank(), 0)
     made.codes([6], None)
-    both = [forest(one, [6]).segments[0] for one in spans]
-    made.prepare(SimpleNamespace(num_positions=[6], segments=both))
+    both = [step(one, [6]).forest.segments[0] for one in spans]
+    forest = SimpleNamespace(num_positions=[6], segments=both)
+    made.prepare(SimpleNamespace(forest=forest, microbatch_of=[0]))
     for index in range(2):
         found = made.arguments(index)
         (found[EMBEDDINGS].sum() * (2 + index)).backward()
@@ -161,12 +163,39 @@ def test_gradients_of_several_segments_come_together():
     assert calls[0][EMBEDDINGS].grad[:, 0, 0].tolist() == [2, 2, 2, 2, 3, 3]
 
 
+def test_positions_may_be_fractions():
+    ids = torch.arange(6).expand(3, 1, 6) * 0.25
+    one, other = codes(call(0, position_ids=ids), call(1, position_ids=ids + 0.125))
+    assert not {*one} & {*other} and len({*one}) == 6
+    _, found = segment_of([call(0, position_ids=ids)], [(0, 1, 3, 3)])
+    assert found["position_ids"].tolist() == [[[0.25, 0.5, 0.75]]] * 3
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_row_of_positions_may_be_for_all_samples_of_a_call(is_first):
+    """Not on a stage whose calls do not say how many samples they have, if it is that of a pack."""
+    shared, packed = torch.arange(4).expand(3, 1, 4), torch.arange(8).expand(3, 1, 8)
+    given = {EMBEDDINGS: torch.randn(4, 2, WIDTH)} if is_first else {}
+    further = {EMBEDDINGS: torch.randn(8, 1, WIDTH)} if is_first else {}
+    calls = [
+        ModelCall(0, {"position_ids": shared} | given),
+        ModelCall(1, {"position_ids": packed} | further),
+    ]
+    made = ChunkRows(calls, rank(), 0)
+    if is_first:
+        made.codes([4] * 4, None)
+    one = step([(1, 1, 3, 3), (3, 2, 2, 2)], [4] * 4)
+    one.microbatch_of = [0, 0, 1, 1]
+    made.prepare(one)
+    assert made.arguments(0)["position_ids"].tolist() == [[[1, 2, 3, 6, 7]]] * 3
+
+
 def test_a_second_attempt_begins_with_nothing():
     calls, spans = [call(0)], [(0, 0, 6, 6)]
     made, found = segment_of(calls, spans)
     found[EMBEDDINGS].sum().backward()
     made.collect(0)
-    made.prepare(forest(spans, [6]))
+    made.prepare(step(spans, [6]))
     made.backward()
     assert calls[0][EMBEDDINGS].grad is None
 

@@ -36,6 +36,14 @@ TOWERS = {
         dict(WIDE, num_position_embeddings=64),
     ),
     "GLM-4V": ("glm4v", "Glm4vVisionModel", "Glm4vVisionConfig", WIDE),
+    "Qwen2.5-Omni": (
+        "qwen2_5_omni", "Qwen2_5OmniVisionEncoder", "Qwen2_5OmniVisionEncoderConfig",
+        dict(WIDE, fullatt_block_indexes=[1, 3]),
+    ),
+    "Qwen3-Omni": (
+        "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeVisionEncoderConfig",
+        dict(WIDE, deepstack_visual_indexes=[0, 2], num_position_embeddings=64),
+    ),
 }  # fmt: skip
 """Of transformers: a folder of models, classes of a tower and of its configuration, its fields."""
 GRIDS = [(1, 4, 6), (1, 8, 4), (1, 4, 6), (2, 4, 4)]  # the last is a video of two frames
@@ -61,6 +69,22 @@ def built(name):
 
     tower.forward = forward
     return tower
+
+
+HEARD = dict(
+    num_mel_bins=5, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=24, d_model=16,
+    output_dim=24, attn_implementation="sdpa",
+)  # fmt: skip
+SOUND = {
+    "Qwen2.5-Omni": (
+        "qwen2_5_omni", "Qwen2_5OmniAudioEncoder", "Qwen2_5OmniAudioEncoderConfig",
+        dict(HEARD, n_window=8),
+    ),
+    "Qwen3-Omni": (
+        "qwen3_omni_moe", "Qwen3OmniMoeAudioEncoder", "Qwen3OmniMoeAudioEncoderConfig",
+        dict(HEARD, downsample_hidden_size=8),
+    ),
+}  # fmt: skip
 
 
 def step(tower, around=contextlib.nullcontext, waits=False):
@@ -134,6 +158,97 @@ def test_rows_and_gradients_are_those_of_a_call(name, waits):
         assert float((own[key] - one).abs().max()) <= limit * scale, key
     different = 5 if takes_videos(tower) else 4
     assert sum(seen) == (2 * different if waits else 2 * different + 4)
+
+
+def heard_step(tower, once=None):
+    """Rows of calls of clips, and gradients; as models have it, the clips one after another."""
+    draw, losses, rows = torch.Generator().manual_seed(1), [], []
+    clips = [torch.randn(5, frames, generator=draw).double() for frames in (24, 40, 17, 8)]
+    with trained(tower, once) as gradients:
+        for call in CALLS:
+            lengths = torch.tensor([clips[i].shape[1] for i in call])
+            joined = torch.cat([clips[i] for i in call], 1)
+            derived = {"aftercnn_lens": lengths} if once is None else {}  # newer ones do without
+            with Kept():
+                found = tower(joined, feature_lens=lengths, **derived).last_hidden_state
+            losses.append((found * torch.randn(found.shape, generator=draw).double()).sum())
+            rows.append(found.detach())
+        sum(losses).backward()
+    return rows, gradients
+
+
+@pytest.mark.parametrize("name", list(SOUND))
+def test_clips_of_sound_run_once(name, monkeypatch):
+    """In Qwen3-Omni rows depend on the longest chunk of a call; calls of several run as ever."""
+    monkeypatch.setitem(TOWERS, name, SOUND[name])
+    tower, seen = built(name), []
+    tower.forward = type(tower).forward.__get__(tower)
+    tower.layers[0].register_forward_pre_hook(lambda _, args, __: seen.append(1), with_kwargs=True)
+    expected = heard_step(tower)
+    seen.clear()
+    with once_around(tower)() as once:
+        found = heard_step(tower, once)
+    torch.testing.assert_close(found, expected)
+    assert len(seen) == {"Qwen2.5-Omni": 2 * 4, "Qwen3-Omni": 3 + 2}[name]
+
+
+class Pixels(torch.nn.Module):
+    """As Nemotron Omni: a method runs two modules, and a video's frames are seen together."""
+
+    def __init__(self):
+        super().__init__()
+        self.vision_model, self.vision_projection = (torch.nn.Linear(1, 4).double() for _ in "12")
+        self.vision_model.temporal_patch_dim, self.patch_dim, self.seen = 2, 2, []
+
+    def _encode_images(self, images, imgs_sizes, vision_packed_seq_params, num_frames):
+        assert vision_packed_seq_params is None
+        self.seen.append(len(num_frames))
+        parts = images.split(list(num_frames))
+        sizes = [own[0].tolist() for own in imgs_sizes.split(list(num_frames))]
+        rows = [
+            self.vision_model(part.mean((0, 1))[:h, :w].reshape(-1, 1) + len(part))
+            for part, (h, w) in zip(parts, sizes, strict=True)
+        ]
+        return torch.cat([one * self.vision_projection.weight.T for one in rows])
+
+
+Pixels.__module__ = "megatron.bridge.models.nemotron_omni.modeling_nemotron_omni"
+Pixels.forward, Pixels.__qualname__ = lambda self: None, "NemotronOmniModel"
+
+
+def pixels_step(model, once=None):
+    """Rows of calls of images and of a video, padded to what else is in the call; and gradients."""
+    draw, losses, rows = torch.Generator().manual_seed(1), [], []
+    frames, sizes = [1, 1, 2, 2], [(4, 6), (8, 4), (4, 6), (4, 4)]
+    pixels = [torch.randn(t, 3, *s, generator=draw).double() for t, s in zip(frames, sizes)]  # noqa: B905
+    pixels[2] = pixels[0].repeat(2, 1, 1, 1)  # the same pixels, in another number of frames
+    with trained(model, once) as gradients:
+        for number, call in enumerate(CALLS):
+            padded = [
+                torch.nn.functional.pad(pixels[i], (0, 8 - sizes[i][1], 0, 8 - sizes[i][0]))
+                for i in call
+            ]
+            own = torch.tensor([sizes[i] for i in call for _ in range(frames[i])])
+            images = torch.cat(padded) + number * (torch.cat(padded) == 0)  # padding of any kind
+            found = model._encode_images(images, own, None, [frames[i] for i in call])
+            losses.append((found * torch.randn(found.shape, generator=draw).double()).sum())
+            rows.append(found.detach())
+        sum(losses).backward()
+    return rows, gradients
+
+
+def test_a_method_that_runs_towers_runs_once_an_image():
+    torch.manual_seed(0)
+    model = Pixels()
+    expected = pixels_step(model)
+    model.seen.clear()
+    with once_around(model)() as once:
+        found = pixels_step(model, once)
+    torch.testing.assert_close(found, expected)
+    assert model.seen == [1] * 2 * len(GRIDS) and "_encode_images" not in vars(model)
+    model.vision_model.has_cpe = True  # RADIO's positions move in training
+    assert models.tower(model) is None
+    assert models.tower(model.eval()) is not None
 
 
 def takes_videos(tower):
@@ -252,7 +367,7 @@ def trained(tower, once):
     yield gradients
     if once is not None:
         once.backward()
-    gradients += [one.grad.clone() for one in tower.parameters()]
+    gradients += [one.grad.clone() for one in tower.parameters() if one.grad is not None]
 
 
 def test_towers_that_list_their_images():
