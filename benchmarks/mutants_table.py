@@ -273,6 +273,13 @@ _GRAPHS = (
         "tests/core/features/graphs/test_graphs_auto.py",
     ),
     _graphs(
+        "arenas-beside-stock",
+        "features/graphs/layers.py",
+        "        self.arenas.give_back()\n",
+        "",
+        "tests/core/features/graphs/test_graphs_auto.py",
+    ),
+    _graphs(
         "made-anew-for-ever",
         "features/graphs/part.py",
         " or self.kept.get(_MADE, 0) >= MOST_MADE",

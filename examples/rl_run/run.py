@@ -89,7 +89,7 @@ SCALES = {
         prompt_tokens=2048, pack_tokens=16384, most_records=16, demonstrated=1500,
         records=64, questions=16,
         updates=100, groups=32, answers=16, dtype="bfloat16", learning_rate=1e-3,
-        policy_rate=3e-4, growth=1.2,
+        policy_rate=1e-4, growth=1.2,
     ),
 }  # fmt: skip
 SHAPE = {"tie_embeddings": True, "rotary_base": 1000.0}
@@ -215,7 +215,7 @@ def settings_of(
     return TrainSettings(
         groups, lr=learning_rate, warmup_steps=20, weight_decay=0.0, grpo=GrpoConfig(kl_coeff=kl),
         prefix=PrefixConfig(mode=mode, min_gain=16),
-        baseline=Baseline("packed", scale.pack_tokens, backwards=backwards),
+        baseline=Baseline("packed", scale.pack_tokens, backwards=backwards), looks_first=True,
     )  # fmt: skip
 
 

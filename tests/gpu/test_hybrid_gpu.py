@@ -31,11 +31,11 @@ def test_no_action_of_a_step_waits_for_the_device(layers, monkeypatch):
     schedule = PrefixSchedule(PrefixConfig(min_gain=0, segment_tokens=64, chunk_tokens=16))
     stock, steps = Executor.run, []
 
-    def watched(self, rank):
-        steps.append(rank)
+    def watched(self, *given):
+        steps.append(given)
         torch.cuda.set_sync_debug_mode("error" if len(steps) > 1 else "default")
         try:
-            stock(self, rank)
+            stock(self, *given)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

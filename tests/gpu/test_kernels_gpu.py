@@ -288,7 +288,7 @@ def test_the_fused_merge_compiles_before_the_first_step(caplog):
     """Nothing compiles for new numbers of queries and parts, strides, autocast, a single query."""
     heads, width = 8, 64
     merging.prepare(torch.device("cuda", 0), torch.bfloat16, heads, width)
-    kernel = importlib.import_module("megatron_prefix.layers.blocks.merge_triton")._merge
+    kernel = importlib.import_module("megatron_prefix.layers.blocks.merge_triton")._merge_kernel
     (cache, *_) = kernel.device_caches[torch.cuda.current_device()]
     before = len(cache)
     assert before

@@ -130,13 +130,13 @@ def test_a_policy_trains_on_rollouts_of_its_own(tmp_path):
     rows = [*map(json.loads, lines)]
     stock, shared = rows[:2], rows[2:]
     assert [row["run"] for row in rows] == ["stock"] * 2 + ["prefix"] * 2
-    # From the same weights and seeds: the first update has the same rollouts.
-    assert stock[0]["raw_tokens"] == shared[0]["raw_tokens"]
-    assert shared[0]["executed_tokens"] < stock[0]["executed_tokens"] / 2
-    assert stock[0]["reward"] > 0 and stock[0]["grad_norm"] > 0
+    # From the same weights and seeds, and the first update is Megatron's: the same rollouts.
+    assert stock[1]["raw_tokens"] == shared[1]["raw_tokens"]
+    assert shared[1]["executed_tokens"] < stock[1]["executed_tokens"] / 2
+    assert stock[1]["reward"] > 0 and stock[1]["grad_norm"] > 0
     for name in ("loss", "grad_norm", "entropy"):
-        limit = tolerance(torch.float32, stock[0]["raw_tokens"])
-        assert shared[0][name] == pytest.approx(stock[0][name], rel=limit, abs=limit)
+        limit = tolerance(torch.float32, stock[1]["raw_tokens"])
+        assert shared[1][name] == pytest.approx(stock[1][name], rel=limit, abs=limit)
     script = REPOSITORY / "examples" / "rl_run" / "run.py"
     again = forked_module(script, "--output", str(tmp_path), cwd=REPOSITORY)
     assert again.returncode == 2 and "has files already" in again.stderr

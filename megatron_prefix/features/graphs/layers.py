@@ -306,9 +306,13 @@ class LayerGraphs:
         return itertools.chain(self._free, self._taken.values())
 
     def give_back(self) -> None:
-        """Drops all sets, and the step's arenas, with their memory: at the end, and between two
-        attempts of a step, as the first ran out of it, and in the second segments that had a set
-        each share one."""
+        """Drops all sets and arenas, with their memory."""
+        self.arenas.give_back()
+        self.drop_sets()
+
+    def drop_sets(self) -> None:
+        """Between two attempts of a step, as the first ran out of memory, and in the second
+        segments that had a set each share one; arenas may be those of a step that begins."""
         self._free.clear()
         self.arenas, self._addresses = PlacedArenas(), ()
 

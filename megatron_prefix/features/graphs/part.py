@@ -179,7 +179,7 @@ class Graphs(StepPart):
         for stage, graphs in zip(attempt.stages, created, strict=True):
             if graphs is not None:
                 if self._has_begun:
-                    graphs.give_back()
+                    graphs.drop_sets()
                 needs = Needs.of(plan, self.even)
                 graphs.begin_step(recomputed, self._arenas[stage.chunk], needs)
         if self._has_begun:
@@ -192,6 +192,8 @@ class Graphs(StepPart):
         graphs: LayerGraphs | None = hooks.kept.get(Graphs)
         if graphs is not None and graphs.most == self.even:
             return graphs
+        if graphs is not None:
+            graphs.drop_sets()
         hooks.keep(Graphs, None)
         if not self.even:
             return None

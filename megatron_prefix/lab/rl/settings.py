@@ -78,6 +78,8 @@ class TrainSettings:
         distributed_optimizer: Megatron's, which shards its state over data-parallel ranks.
         routes: experts of a token, in all passes of a step: "own": routers choose in each;
             "recorded": what they choose in a pass before the step; "given": `Trainer.routes`.
+        looks_first: whether mode "auto" runs the first update with Megatron's schedule, as in a
+            trainer: so it sees the memory that the others may take.
     """
 
     groups_per_step: int
@@ -97,6 +99,7 @@ class TrainSettings:
     max_skipped: int = 0
     distributed_optimizer: bool = False
     routes: str = "own"
+    looks_first: bool = False
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():

@@ -107,7 +107,7 @@ class Trainer:
             clip_grad=settings.clip_grad,
         )
         says = Callbacks(loss.trained, None if settings.routes == "own" else routes.of_call)
-        self.schedule = PrefixSchedule(settings.prefix, says)
+        self.schedule = PrefixSchedule(settings.prefix, says, looks_first=settings.looks_first)
         # Separate schedules, so that the report is that of an update. A user's plan is for updates,
         # too.
         passes_config = replace(settings.prefix, plan_file=None)
