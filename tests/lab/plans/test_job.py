@@ -139,7 +139,7 @@ def test_random_jobs_of_the_planner_run():
 SIZES = (
     Sizes(2, 2, 2), Sizes(3, 3), Sizes(4, 2, 2, 2), Sizes(4, 1, 1, 4),
     Sizes(4, 2, 2, 2, counts=True), Sizes(4, 2, 2, 2, crosses=False),
-    Sizes(4, 2, 2, 2, counts=True, crosses=False),
+    Sizes(4, 2, 2, 2, counts=True, crosses=False), Sizes(8, 16, 1, 4),
 )  # fmt: skip
 """Where no prompt crosses data-parallel ranks, gradients are reduced during backwards."""
 
