@@ -1318,6 +1318,12 @@ _FEATURES = (
         f"{_F}/watch/test_first_step.py tests/core/alignment/test_schedule_contract.py",
     ),
     _feature(
+        "scales-of-losses-unread", "features/watch/first_step.py",
+        "            self._reads_later(function, step)\n",
+        "            pass\n",
+        f"{_F}/watch/test_first_step.py",
+    ),
+    _feature(
         "watchdog-at-equal-intervals", "features/watchdog/watchdog.py",
         "            next_s = 2 * seconds",
         "            next_s = seconds + 0.1",

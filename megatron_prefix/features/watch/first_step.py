@@ -225,15 +225,19 @@ class FirstStep:
         ):
             self._note(OTHER_SENT.given())
         for function in self.rank.scale_functions:
-            self._seen += itertools.islice(_read_by(function, self._restored), HELD)
+            self._reads_later(function, step)
         if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
             return returned
-        read = [*itertools.islice(_read_by(returned[1], self._restored), HELD)]
+        self._reads_later(returned[1], step)
+        return returned[0], functools.partial(self._loss, returned[1], step.number)
+
+    def _reads_later(self, function: Callable[..., Any], step: _RunningStep) -> None:
+        """Of a function that is called behind the forward step: what it may read."""
+        read = [*itertools.islice(_read_by(function, self._restored), HELD)]
         for name, value in read:
             if id(value) in self._written:
                 self._note(OVERWRITTEN.given(name, step.number))
         self._seen += read
-        return returned[0], functools.partial(self._loss, returned[1], step.number)
 
     @contextlib.contextmanager
     def _as_running(self, step: _RunningStep) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """What the first step of a kind tells, and leaves alone; rows of odd trainers:
 tests/test_cases_of_trainers.py."""
 
+import contextlib
 import sys
 from functools import partial
 from types import ModuleType
@@ -11,7 +12,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func as stock_s
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.watch.traces import CallGraph, next_number
+from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.refusals import table
 from megatron_prefix.run.calls import Callbacks
 from tests.harness import one_group, steps
@@ -223,3 +226,20 @@ def test_what_was_computed_before_or_after_is_the_trainers():
     before = torch.ones(4, 2, requires_grad=True).exp()
     assert not reads_inside(lambda model, output: (output * before).sum())
     assert not reads_inside(lambda model, output: output.sum() + model.second.weight.exp().sum())
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_a_scale_of_losses_that_is_written_in_place_is_seen(mode):
+    model, schedule, factor = small_model(), watching(mode), torch.ones(())
+
+    class Scales(Trainer):
+        def step(self, iterator, model):
+            batch = next(iterator)
+            factor.fill_(1 + batch["uid"] % 3)
+            return super().step(iter([batch]), model)
+
+    unwrap(model).config.grad_scale_func = lambda loss: loss * factor
+    refused = pytest.raises(CannotShare, match="factor of microbatch 0 is overwritten")
+    with refused if mode == "on" else contextlib.nullcontext():
+        two = [one_group.run(schedule, model, Scales()) for _ in range(2)]
+        assert len(two) == 2 and not schedule.report.decision.share
