@@ -1324,6 +1324,12 @@ _FEATURES = (
         f"{_F}/watch/test_first_step.py",
     ),
     _feature(
+        "sums-beside-messages-of-chunks", "features/experts/part.py",
+        "            yield GLOBAL_CHUNKS.given()\n",
+        "            yield from ()\n",
+        "tests/test_cases_on_ranks.py",
+    ),
+    _feature(
         "watchdog-at-equal-intervals", "features/watchdog/watchdog.py",
         "            next_s = 2 * seconds",
         "            next_s = seconds + 0.1",

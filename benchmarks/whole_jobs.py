@@ -27,7 +27,9 @@ def random_sizes(rng: random.Random) -> Sizes:
     dp, pp = rng.randint(2, 8), rng.choice((1, 2, 3, 4, 6, 8, 12, 16))
     ep = rng.choice([1, *(one for one in range(1, dp + 1) if dp % one == 0)])
     vpp = rng.randint(1, 2) if pp > 1 else 1
-    return Sizes(dp, pp, vpp, ep, rng.random() < 0.3, crosses=rng.random() < 0.5)
+    counts, crosses = rng.random() < 0.3, rng.random() < 0.5
+    is_refused = vpp > 1 and ep < dp  # GLOBAL_CHUNKS
+    return Sizes(dp, pp, vpp, ep, counts and not is_refused, crosses=crosses)
 
 
 def verdicts(job: JointJob) -> list[str]:

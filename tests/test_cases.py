@@ -95,7 +95,6 @@ ROWS = [
     row("replay", "recompute", form="rows", recompute="full"),
     row("replay asked", "small", form="rows"),
     *(row(name, "recompute chunks") for name in ("replay mtp", "replay miles")),
-    row("gqa", "joined", scale="by_microbatch"),
     row("experts all", "recompute chunks", scale="by_microbatch", returns="per_token"),
     row("experts aux", "a rollout a wave"),
     *(

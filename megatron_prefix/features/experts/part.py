@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from megatron_prefix.features.experts.group_counts import GroupCounts
 from megatron_prefix.features.experts.ledger import RouterLedger
@@ -12,9 +14,13 @@ from megatron_prefix.features.experts.routers import forget_graphs, routers
 from megatron_prefix.features.experts.sums import prove, sums_behind
 from megatron_prefix.features.experts.tokens import LogicalTokens
 from megatron_prefix.parts import Attempt, StepPart
+from megatron_prefix.refusals.table import GLOBAL_CHUNKS
+from megatron_prefix.run.rank import default_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megatron_prefix.errors import Reason
 
 AroundRouter = Callable[[Any, int, int], AbstractContextManager[None]]
 
@@ -39,6 +45,15 @@ class Routers(StepPart):
         self._scales: Tensor | None = None
         self._counts = GroupCounts()
         self._begun: Sequence[int] = ()
+
+    def refusals(self) -> Iterator[Reason]:
+        """See StepPart. Pipelines that plan apart may begin sums and messages in two orders, which
+        a device with one queue does not survive (lab/plans/joint_judge.py)."""
+        rank, ranks_of = self.rank, dist.get_process_group_ranks
+        everyone = rank.data_ranks or default_groups().dp_cp
+        together = ranks_of(rank.experts or rank.groups.cp)
+        if rank.ordered and len(rank.models) > 1 and {*ranks_of(everyone)} - {*together}:
+            yield GLOBAL_CHUNKS.given()
 
     def begin(self, attempt: Attempt) -> None:
         """See StepPart.
