@@ -1229,6 +1229,18 @@ _FEATURES = (
         f"{_F}/dealing/test_deal.py",
     ),
     _feature(
+        "roll-shuffled-parts-as-dealt", "features/dealing/roll.py",
+        "return [before[place] for place in range(len(numbers))]",
+        "return numbers",
+        f"{_F}/dealing/test_hooks.py",
+    ),
+    _feature(
+        "roll-balanced-losses-dealt", "features/dealing/roll.py",
+        "(is_balanced and options.get(\"moe_aux_loss_coeff\") != 0)",
+        "(is_balanced and options.get(\"moe_aux_loss_coeff\"))",
+        f"{_F}/dealing/test_hooks.py",
+    ),
+    _feature(
         "experts-sums-not-running", "features/experts/ledger.py",
         "            router.ga_steps += 1",
         "            router.ga_steps += 0",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +38,15 @@ UNUSED = ("transfer_queue", "opentelemetry", "pybase64", "imageio")
 LENGTH, EXPERTS = PROMPT + ANSWER, 8
 
 
-def batch(name: str) -> Any:
-    """What ROLL's workers get of its rollouts on this data-parallel rank, or of a data set."""
+def batch(name: str, tables: Callable[[], tuple[torch.Tensor, torch.Tensor]] = mine) -> Any:
+    """What ROLL's workers get of its rollouts on this data-parallel rank, or of a data set.
+
+    Args:
+        tables: makes tokens and mask, of the rank or of all.
+    """
     from roll.distributed.scheduler.protocol import DataProto
 
-    ids, mask = mine()
+    ids, mask = tables()
     starts = mask.argmax(1)
     ids, mask = (
         torch.stack([row.roll(-int(start)) for row, start in zip(table, starts, strict=True)])

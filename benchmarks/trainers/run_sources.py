@@ -153,6 +153,10 @@ TRAINERS = {
          "dp2-across-auto", "1-thd-auto", "1-r3-auto", "tp2-sp-r3-auto", "pp2-r3-auto",
          "dp2-r3-auto", "1-sft", "tp2-sft", "pp2-sft", "cp2-sft", "1-sft-auto"),
     ),
+    "ROLL, whole groups": Trainer(
+        "roll_dealing_steps", ("ROLL", "ROLL/mcore_adapter/src", "verl"),
+        ("dp2-whole-tokens", "dp2-whole-sequences", "dp2-thd-whole-tokens", "dp2-pp2-whole-tokens"),
+    ),
     "Megatron-Bridge, train_step": Trainer(
         "bridge_steps", ("Megatron-Bridge", "Megatron-Bridge/src", "verl"),
         ("1", "tp2", "tp2-sp", "pp2", "cp2", "tp2-pp2", "1-thd", "tp2-thd", "pp2-thd", "1-auto",

@@ -177,7 +177,7 @@ ROLL = Trainer(
     tried=("8eb27cc2d",),
     on="`import megatron_prefix.auto.on_import` in the module of `actor_train.worker_cls`",
     loss="every position: the `loss_mask` of its model calls is over tokens",
-    together="nothing: `batch_balance` deals out by length",
+    together="`import megatron_prefix.auto.whole_groups` in `roll/utils/functionals.py`",
     refused=(ROLL_MTP,),
     masks_tokens=True,
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from megatron_prefix.auto.after_import import AfterImport
-from megatron_prefix.features.dealing import nemo_rl, slime, verl
+from megatron_prefix.features.dealing import nemo_rl, roll, slime, verl
 
 HOOKS = {
     **dict.fromkeys(verl.PLACES, verl.deal_whole_groups),
     "slime.utils.dp_schedule": slime.deal_whole_groups,
     "miles.utils.dp_schedule": slime.deal_whole_groups,
     "nemo_rl.distributed.batched_data_dict": nemo_rl.deal_whole_groups,
+    "roll.utils.functionals": roll.deal_whole_groups,
 }
 """By module what is called with it, as soon as it is imported."""
 

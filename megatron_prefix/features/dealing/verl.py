@@ -65,7 +65,7 @@ def _ordered_again(stock: Callable[..., Any]) -> Callable[..., Any]:
         num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         ranks = dealt(rollouts, num_ranks, _mini_batches(self.config, len(rollouts.groups)))
         _reorder(batch, [number for parts in ranks for part in parts for number in part])
-        metrics.update(_metrics(rollouts, ranks, logging_prefix))
+        metrics.update(balance_of(rollouts, ranks, logging_prefix))
         return returned
 
     return balanced
@@ -100,7 +100,7 @@ def _mini_batches(config: Any, num_rollouts: int) -> int:
     return 1 if num_rollouts % size else num_rollouts // size
 
 
-def _metrics(rollouts: Rollouts, ranks: list[list[list[int]]], prefix: str) -> dict[str, float]:
+def balance_of(rollouts: Rollouts, ranks: list[list[list[int]]], prefix: str) -> dict[str, float]:
     """verl's own of the dealing, and the tokens that are executed: by a rank in the mean, and by
     the slowest one of every mini-batch."""
     sums = [sum(rollouts.lengths[number] for part in parts for number in part) for parts in ranks]

@@ -1,9 +1,10 @@
-"""Hooks of slime, miles and NeMo-RL, whose functions are stood in for: whole groups in their own
-forms, or their own dealing. benchmarks/trainers/dealing_steps.py has their own sources."""
+"""Hooks of slime, miles, NeMo-RL and ROLL, whose functions are stood in for: whole groups in their
+own forms, or their own dealing. benchmarks/trainers/*dealing_steps.py have their own sources."""
 
 import contextlib
 import itertools
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_prefix.features.dealing import hooks, own, slime
+from megatron_prefix.features.dealing import hooks, own, roll, slime
 from megatron_prefix.features.dealing.microbatches import OwnDealing, chunked, cut, filled, packed
 from megatron_prefix.features.dealing.rollouts import Rollouts
 
@@ -323,6 +324,64 @@ def test_nemo_rl_generates_as_ever(caplog):
     assert not caplog.messages
     Policy().shards(data, 2)
     assert "no token_mask: prompts are not known" in caplog.messages[-1]
+
+
+class Pipeline:
+    """ROLL's, with a configuration."""
+
+    def __init__(self, seed=7, options=(), dynamic=False, scaled=True, **more):
+        actor = SimpleNamespace(
+            use_dynamic_batching_in_train=dynamic, apply_loss_scale=scaled,
+            strategy_args=SimpleNamespace(strategy_config=dict(options)),
+        )  # fmt: skip
+        self.pipeline_config = SimpleNamespace(actor_train=actor, seed=seed, **more)
+
+    def balanced(self, rollouts, size=48, prefix="x/actor_train", lacks=""):
+        """The order of a batch, as far as it has one, and what is logged of it."""
+        columns, order = batch(nemo(), rollouts), []
+        kept = torch.arange(128) < columns.pop("input_lengths")[:, None]
+        columns |= {"attention_mask": kept, "response_mask": columns.pop("token_mask")}
+        made = MagicMock(batch={name: value.roll(3, 1) for name, value in columns.items()})
+        made.__len__.return_value = len(rollouts)
+        made.reorder = lambda numbers: order.extend(numbers.tolist())
+        made.batch.pop(lacks, None)
+        module = ModuleType("roll.utils.functionals")
+        exec(f"def batch_balance({roll.PARAMETERS}): return {{}}", vars(module))
+        hooks.HOOKS[module.__name__](module)
+        return order, module.batch_balance(made, 4, size, prefix)
+
+
+@pytest.mark.parametrize("seed", [7, None])
+def test_rolls_workers_shuffle_whole_groups_into_mini_batches(seed):
+    names = groups_of(rollouts := drawn())
+    order, logged = Pipeline(seed).balanced(rollouts, 24)
+    assert sorted(order) == list(range(48))
+    assert logged["x/actor_train/executed_max"] < 1.1 * logged["x/actor_train/executed_mean"]
+    for part in np.reshape(order, (4, 12)).tolist():
+        draw = torch.Generator().manual_seed(seed or 0)
+        shuffled = torch.utils.data.DataLoader(part, 6, bool(seed), generator=draw, collate_fn=list)
+        for held in shuffled:
+            found = [names[number] for number in held]
+            assert len(list(itertools.groupby(found))) == len(set(found)) <= 3
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "why"),
+    [
+        (Pipeline(dynamic=True), "deals once more, by length"),
+        (Pipeline(scaled=False), "apply_loss_scale"),
+        (Pipeline(length_loss_weight=True), "length_loss_weight: its weights are relative"),
+        (Pipeline(options={"mtp_num_layers": 1}), "mtp_num_layers"),
+        (Pipeline(options={"expert_model_parallel_size": 2}), "moe_aux_loss_coeff is not 0"),
+        (Pipeline(options={"moe_z_loss_coeff": 1, "moe_aux_loss_coeff": 0}), "moe_z_loss_coeff"),
+    ],
+)
+def test_rolls_own_order_stays_and_the_log_says_why(pipeline, why, caplog):
+    assert pipeline.balanced(drawn()) == ([], {})
+    assert why in caplog.messages[-1]
+    assert pipeline.balanced(drawn(), prefix="x")[0], "passes for log-probs have no losses"
+    assert pipeline.balanced(drawn(), prefix="x", lacks="response_mask") == ([], {})
+    assert "no response_mask: prompts are not known" in caplog.messages[-1]
 
 
 def test_data_of_another_form_do_not_end_a_run(caplog):
