@@ -634,8 +634,8 @@ _VISION = (
     _vision(
         "a-pack-has-a-row-a-sample",
         "features/vision/chunk_rows.py",
-        "[1 if ids.shape[-1] > samples.max() else len(samples) for",
-        "[len(samples) for",
+        "[1 if packed else int(num) for",
+        "[int(num) for",
         _GIVEN,
     ),
     _vision(

@@ -398,17 +398,17 @@ def _is_language_model(module: nn.Module) -> bool:
 
 
 def installed(model: nn.Module) -> Hooks | None:
-    """The hooks of a model chunk, if it has them."""
-    hooks: Hooks | None = getattr(language_model(model), _INSTALLED, None)
-    return hooks
+    """The hooks of a model chunk, if it has them; the model may be any."""
+    every = (vars(module).get(_INSTALLED) for module in modules_of(model))
+    return next(filter(None, every), None)
 
 
 def give_back(models: nn.Module | Sequence[nn.Module]) -> None:
-    """Drops what parts keep with model chunks, with its memory."""
+    """Drops what parts keep with model chunks, where that has memory."""
     chunks = models if isinstance(models, Sequence) else [models]
     for hooks in filter(None, map(installed, chunks)):
-        if hooks.kept:
-            hooks.keep_only(())
+        if any(kept.device_bytes for kept in hooks.kept.values()):
+            hooks.keep_only({part for part, kept in hooks.kept.items() if not kept.device_bytes})
             torch.cuda.empty_cache()
 
 

@@ -286,12 +286,9 @@ class ChunkRows:
         return gathered(local_rows, self._cp).index_select(0, order)
 
     def _rows_of_calls(self, step: Step) -> list[int]:
-        """How many rows of samples each call has, on a stage whose calls do not say: those of a
-        pack are one row, which is longer than any of them."""
-        lengths, microbatches = np.array(step.forest.num_positions), np.array(step.microbatch_of)
-        own = [lengths[microbatches == number] for number in range(len(self._ids))]
-        pairs = zip(self._ids, own, strict=True)
-        return [1 if ids.shape[-1] > samples.max() else len(samples) for ids, samples in pairs]
+        """How many rows of samples each call has, on a stage whose calls do not say."""
+        samples = np.bincount(step.microbatch_of, minlength=len(self._ids))
+        return [1 if packed else int(num) for packed, num in zip(step.packed, samples, strict=True)]
 
     def _whole_positions(self, lengths: Sequence[int], rows: Sequence[int]) -> Tensor:
         """Positions of all samples, [3, positions]; models get whole ones, or slices.

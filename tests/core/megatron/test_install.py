@@ -1,6 +1,7 @@
 """Hooks on a model: installing and taking them back, and that nothing else changes."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -10,7 +11,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.attention import Attention
 from megatron_prefix.megatron import parents
-from megatron_prefix.megatron.install import install, uninstall
+from megatron_prefix.megatron.install import give_back, install, uninstall
 from tests.harness import steps
 from tests.harness.one_group import items, run
 from tests.harness.one_rank import small_model
@@ -185,3 +186,15 @@ def test_one_instance_has_another_parent(kind):
             assert model.forward(x=1) == 120
         assert (model.forward(1), parents.forward(model, Model)(1)) == (40, 4)
     assert (model.forward(1), type(model), vars(model)) == (20, kind, {})
+
+
+def test_what_has_no_memory_stays_beside_the_stock_schedule(monkeypatch):
+    """What torch has cached, too: less of it would look as if others used the device."""
+    emptied = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(1))
+    model = small_model()
+    hooks = install(model)
+    for size in (0, 8):
+        hooks.keep(size, SimpleNamespace(device_bytes=size, give_back=lambda: None))
+        give_back(model)
+        assert [*hooks.kept] == [0] and len(emptied) == bool(size)

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
@@ -72,3 +75,15 @@ def test_what_attention_takes_does_not_count():
         handle = hook(noise)
         assert names_of_a_call() == ["torch.cuda"]
         handle.remove()
+
+
+def test_megatron_runs_models_of_other_kinds():
+    model = nn.Linear(2, 2)
+    model.config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
+    model.set_input_tensor, model.model_type = lambda _: None, ModelType.encoder_or_decoder
+
+    def step(data, chunk):
+        return chunk(next(data)["tokens"]), lambda out: (out.sum(), {})
+
+    steps.run(schedule_with(mode="auto"), step, model, [{"tokens": torch.ones(2, 2)}])
+    assert model.weight.grad.eq(2).all()

@@ -14,6 +14,7 @@ from megatron_prefix.features.vision.chunk_rows import ChunkRows, chunk_rows
 from megatron_prefix.features.vision.fingerprints import ROWS, combined, fingerprints
 from megatron_prefix.run.calls import EMBEDDINGS, Callbacks, ModelCall, bound
 from megatron_prefix.run.read.read_calls import read_tokens
+from megatron_prefix.tree import cp_layout
 
 ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 WIDTH = 3
@@ -112,7 +113,8 @@ def step(spans, lengths):
         for r, s, n, p in spans
     ]
     forest = SimpleNamespace(num_positions=lengths, segments=[SimpleNamespace(spans=made)])
-    return SimpleNamespace(forest=forest, microbatch_of=[*range(len(lengths))])
+    owners = [*range(len(lengths))]
+    return SimpleNamespace(forest=forest, microbatch_of=owners, packed=[False] * len(owners))
 
 
 def segment_of(calls, spans):
@@ -185,9 +187,23 @@ def test_one_row_of_positions_may_be_for_all_samples_of_a_call(is_first):
     if is_first:
         made.codes([4] * 4, None)
     one = step([(1, 1, 3, 3), (3, 2, 2, 2)], [4] * 4)
-    one.microbatch_of = [0, 0, 1, 1]
+    one.microbatch_of, one.packed = [0, 0, 1, 1], [False, True]
     made.prepare(one)
     assert made.arguments(0)["position_ids"].tolist() == [[[1, 2, 3, 6, 7]]] * 3
+
+
+def test_slices_of_a_packs_positions_are_put_together(monkeypatch):
+    """A slice may be shorter than the pack's longest sample."""
+    whole, first = torch.cat([torch.arange(12), torch.arange(4)]), rank()
+    parts = [whole[cp_layout.held_positions([12, 4], part, 2)].expand(3, -1) for part in range(2)]
+    monkeypatch.setattr(f"{ChunkRows.__module__}.gathered", lambda *_: torch.cat(parts, 1).T)
+    first.groups.cp = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    made = ChunkRows([ModelCall(0, {"position_ids": parts[0][:, None]})], first, 0)
+    one = step([(0, 0, 12, 12)], [12, 4])
+    one.microbatch_of, one.packed = [0, 0], [True]
+    made.prepare(one)
+    found = made.arguments(0)["position_ids"][0, 0].tolist()
+    assert found == [0, 1, 2, *[0] * 6, 9, 10, 11]  # of this rank's slice
 
 
 def test_a_second_attempt_begins_with_nothing():
