@@ -1229,6 +1229,12 @@ _FEATURES = (
         f"{_F}/dealing/test_deal.py",
     ),
     _feature(
+        "areal-parts-not-taken", "features/dealing/areal.py",
+        "return own if parts is None or len(parts) != len(own) else parts",
+        "return own",
+        f"{_F}/dealing/test_hooks.py",
+    ),
+    _feature(
         "roll-shuffled-parts-as-dealt", "features/dealing/roll.py",
         "return [before[place] for place in range(len(numbers))]",
         "return numbers",

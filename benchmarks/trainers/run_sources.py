@@ -146,6 +146,10 @@ TRAINERS = {
          "1-value-auto", "1-sft", "tp2-sp-sft", "pp2-sft", "cp2-sft", "1-sft-auto", "1-dpo",
          "tp2-sp-dpo", "pp2-dpo", "1-dpo-auto"),
     ),
+    "AReaL, whole groups": Trainer(
+        "areal_dealing_steps", ("AReaL", "verl"),
+        ("1-whole", "tp2-sp-whole", "pp2-whole", "dp2-whole", "1-value-whole"),
+    ),
     "ROLL, megatron_strategy": Trainer(
         "roll_steps", ("ROLL", "ROLL/mcore_adapter/src", "verl"),
         ("1", "tp2", "tp2-sp", "pp2", "tp2-pp2", "cp2", "1-thd", "tp2-sp-thd", "pp2-thd",

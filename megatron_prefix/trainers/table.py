@@ -166,7 +166,8 @@ AREAL = Trainer(
     tried=("4aef98d8d",),
     on="`import megatron_prefix.auto.on_import` in a module that its workers import",
     loss="every position: its mask acts in the loss",
-    together="its workflow, with `actor.ppo_n_minibatches` of 1",
+    together="its workflow; in mini-batches, too, with `import megatron_prefix.auto.whole_groups`"
+    " in that module",
     refused=(TREE_TRAINING,),
 )
 

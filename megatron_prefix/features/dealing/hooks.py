@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_prefix.auto.after_import import AfterImport
-from megatron_prefix.features.dealing import nemo_rl, roll, slime, verl
+from megatron_prefix.features.dealing import areal, nemo_rl, roll, slime, verl
 
 HOOKS = {
     **dict.fromkeys(verl.PLACES, verl.deal_whole_groups),
@@ -11,6 +11,8 @@ HOOKS = {
     "miles.utils.dp_schedule": slime.deal_whole_groups,
     "nemo_rl.distributed.batched_data_dict": nemo_rl.deal_whole_groups,
     "roll.utils.functionals": roll.deal_whole_groups,
+    areal.DATA: areal.take_parts,
+    **dict.fromkeys(areal.PLACES, areal.deal_whole_groups),
 }
 """By module what is called with it, as soon as it is imported."""
 

@@ -1,5 +1,5 @@
-"""Hooks of slime, miles, NeMo-RL and ROLL, whose functions are stood in for: whole groups in their
-own forms, or their own dealing. benchmarks/trainers/*dealing_steps.py have their own sources."""
+"""Hooks of slime, miles, NeMo-RL, ROLL and AReaL, whose functions are stood in for: whole groups in
+their own forms, or their own dealing. Their own sources: benchmarks/trainers/*dealing_steps.py."""
 
 import contextlib
 import itertools
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_prefix.features.dealing import hooks, own, roll, slime
+from megatron_prefix.features.dealing import areal, hooks, own, roll, slime
 from megatron_prefix.features.dealing.microbatches import OwnDealing, chunked, cut, filled, packed
 from megatron_prefix.features.dealing.rollouts import Rollouts
 
@@ -274,6 +274,7 @@ def batch(module, rollouts):
     data = module.BatchedDataDict(
         input_ids=torch.zeros(len(lengths), 128, dtype=torch.long),
         input_lengths=torch.tensor(lengths), token_mask=torch.zeros(len(lengths), 128),
+        attention_mask=torch.arange(128) < torch.tensor(lengths)[:, None],
     )  # fmt: skip
     for row, (tokens, answer) in enumerate(rollouts):
         data["input_ids"][row, : len(tokens)] = torch.tensor(tokens)
@@ -329,19 +330,17 @@ def test_nemo_rl_generates_as_ever(caplog):
 class Pipeline:
     """ROLL's, with a configuration."""
 
-    def __init__(self, seed=7, options=(), dynamic=False, scaled=True, **more):
-        actor = SimpleNamespace(
-            use_dynamic_batching_in_train=dynamic, apply_loss_scale=scaled,
-            strategy_args=SimpleNamespace(strategy_config=dict(options)),
-        )  # fmt: skip
-        self.pipeline_config = SimpleNamespace(actor_train=actor, seed=seed, **more)
+    def __init__(self, options=(), dynamic=False, scaled=True, **more):
+        strategy = SimpleNamespace(strategy_config=dict(options))
+        actor = SimpleNamespace(use_dynamic_batching_in_train=dynamic, apply_loss_scale=scaled,
+                                strategy_args=strategy)  # fmt: skip
+        self.pipeline_config = SimpleNamespace(actor_train=actor, seed=7, **more)
 
     def balanced(self, rollouts, size=48, prefix="x/actor_train", lacks=""):
         """The order of a batch, as far as it has one, and what is logged of it."""
         columns, order = batch(nemo(), rollouts), []
-        kept = torch.arange(128) < columns.pop("input_lengths")[:, None]
-        columns |= {"attention_mask": kept, "response_mask": columns.pop("token_mask")}
-        made = MagicMock(batch={name: value.roll(3, 1) for name, value in columns.items()})
+        columns["response_mask"] = columns["token_mask"]
+        made = MagicMock(batch={name: value.roll(3, -1) for name, value in columns.items()})
         made.__len__.return_value = len(rollouts)
         made.reorder = lambda numbers: order.extend(numbers.tolist())
         made.batch.pop(lacks, None)
@@ -351,37 +350,68 @@ class Pipeline:
         return order, module.batch_balance(made, 4, size, prefix)
 
 
-@pytest.mark.parametrize("seed", [7, None])
-def test_rolls_workers_shuffle_whole_groups_into_mini_batches(seed):
+def test_rolls_workers_shuffle_whole_groups_into_mini_batches():
     names = groups_of(rollouts := drawn())
-    order, logged = Pipeline(seed).balanced(rollouts, 24)
-    assert sorted(order) == list(range(48))
+    order, logged = Pipeline().balanced(rollouts, 24)
+    assert sorted(order) == list(range(48)), "each once"
     assert logged["x/actor_train/executed_max"] < 1.1 * logged["x/actor_train/executed_mean"]
     for part in np.reshape(order, (4, 12)).tolist():
-        draw = torch.Generator().manual_seed(seed or 0)
-        shuffled = torch.utils.data.DataLoader(part, 6, bool(seed), generator=draw, collate_fn=list)
-        for held in shuffled:
-            found = [names[number] for number in held]
+        draw = torch.Generator().manual_seed(7)
+        parts = torch.utils.data.DataLoader(part, 6, shuffle=True, generator=draw, collate_fn=list)
+        for found in ([names[number] for number in held] for held in parts):
             assert len(list(itertools.groupby(found))) == len(set(found)) <= 3
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "why"),
-    [
-        (Pipeline(dynamic=True), "deals once more, by length"),
-        (Pipeline(scaled=False), "apply_loss_scale"),
-        (Pipeline(length_loss_weight=True), "length_loss_weight: its weights are relative"),
-        (Pipeline(options={"mtp_num_layers": 1}), "mtp_num_layers"),
-        (Pipeline(options={"expert_model_parallel_size": 2}), "moe_aux_loss_coeff is not 0"),
-        (Pipeline(options={"moe_z_loss_coeff": 1, "moe_aux_loss_coeff": 0}), "moe_z_loss_coeff"),
-    ],
-)
+@pytest.mark.parametrize(("pipeline", "why"), [
+    (Pipeline(dynamic=True), "deals once more, by length"),
+    (Pipeline(scaled=False), "apply_loss_scale: without it"),
+    (Pipeline(length_loss_weight=True), "length_loss_weight: its weights are relative"),
+    (Pipeline(options={"mtp_num_layers": 1}), "mtp_num_layers: its loss is a mean"),
+    (Pipeline(options={"expert_model_parallel_size": 2}), "moe_aux_loss_coeff is not 0"),
+    (Pipeline(options={"moe_z_loss_coeff": 1, "moe_aux_loss_coeff": 0}), "moe_z_loss_coeff"),
+])  # fmt: skip
 def test_rolls_own_order_stays_and_the_log_says_why(pipeline, why, caplog):
     assert pipeline.balanced(drawn()) == ([], {})
     assert why in caplog.messages[-1]
     assert pipeline.balanced(drawn(), prefix="x")[0], "passes for log-probs have no losses"
     assert pipeline.balanced(drawn(), prefix="x", lacks="response_mask") == ([], {})
     assert "no response_mask: prompts are not known" in caplog.messages[-1]
+
+
+class Actor:
+    """AReaL's, with Megatron's configuration."""
+
+    def __init__(self, m2_threshold=None, **options):
+        known = {"num_moe_experts": 8, "moe_router_load_balancing_type": "aux_loss",
+                 "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}  # fmt: skip
+        self.engine = SimpleNamespace(tf_config=SimpleNamespace(**known | options))
+        self.m2_threshold = m2_threshold
+
+    def mini_batches(self, rollouts, num):
+        """Rollouts of each: in turn, or as the hooks have them."""
+        columns, module, actor = batch(nemo(), rollouts), ModuleType("data"), ModuleType("actor")
+        columns["loss_mask"] = columns["token_mask"].roll(-1, 1)  # `compute_advantages` moves it
+        parts = [list(range(n, len(rollouts), num)) for n in range(num)]
+        module.allocate_balanced_mbs_synced = lambda mb_spec, lens, group: parts
+        hooks.HOOKS[areal.DATA](module)
+        allocate = module.allocate_balanced_mbs_synced
+        vars(actor)[areal.NAME] = lambda data, mb_spec, group: allocate(mb_spec, None, group)
+        hooks.HOOKS[areal.PLACES[0]](actor)
+        return vars(actor)[areal.NAME](columns, SimpleNamespace(n_mbs=num))
+
+
+@pytest.mark.parametrize(("actor", "why"), [
+    (Actor(), ""), (Actor(0.1), "m2_threshold"), (Actor(mtp_num_layers=1), "mtp_num_layers"),
+    (Actor(moe_aux_loss_coeff=[0.1]), "moe_aux_loss_coeff, moe_z_loss_coeff"),
+])  # fmt: skip
+def test_areals_mini_batches_have_whole_groups_or_are_its_own(actor, why, caplog):
+    parts, names = actor.mini_batches(rollouts := drawn(), 4), groups_of(rollouts)
+    assert sorted(itertools.chain(*parts)) == list(range(48))
+    spread = sum(len({names[number] for number in part}) for part in parts)
+    assert spread > 30 and why in caplog.messages[-1] if why else spread <= 15
+    assert actor.mini_batches(rollouts, 1) == [list(range(48))]
+    actor.mini_batches(rollouts[:3], 4)
+    assert why or "3 rollouts of a rank are too few for 4 mini-batches" in caplog.messages[-1]
 
 
 def test_data_of_another_form_do_not_end_a_run(caplog):
