@@ -8,6 +8,7 @@ with the first: gradients, sums of losses, and log-probs in the order of the bat
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from types import SimpleNamespace
@@ -77,6 +78,8 @@ def run(name: str, found: Any, schedule: Any, *, whole: bool) -> dict[str, Any]:
     (mini_batch,) = part.make_iterator(
         mini_batch_size=len(part), epochs=1, seed=42, dataloader_kwargs={"shuffle": True}
     )
+    groups = [prompts()[number] for number in mini_batch.batch["prompt_id"].tolist()]
+    assert not whole or len(list(itertools.groupby(groups))) == len(set(groups)), "siblings apart"
     for model in strategy.models_wrapped:
         model.zero_grad_buffer()
     losses = strategy.train_step(mini_batch, found.loss_func)
@@ -123,6 +126,11 @@ def steps(name: str) -> list[Step]:
     ]  # fmt: skip
 
 
+def prompts() -> list[bytes]:
+    """How rollouts begin."""
+    return [bytes(row[mask.bool()][:8].numpy()) for row, mask in zip(*rows(), strict=True)]
+
+
 def check_whole(name: str, pipeline: Pipeline) -> None:
     """Whether groups are on fewer ranks than before, and each rollout is there once."""
     ranks = parallel_state.get_data_parallel_world_size()
@@ -131,9 +139,8 @@ def check_whole(name: str, pipeline: Pipeline) -> None:
         for whole in (False, True):
             numbers = pipeline.balanced(name, whole=whole, update=update).batch["prompt_id"]
             assert sorted(numbers.tolist()) == list(range(NUMBER))
-            pairs, parts = zip(*rows(), strict=True), numbers.chunk(ranks)
-            firsts = [bytes(row[mask.bool()][:8].numpy()) for row, mask in pairs]
-            spread.append(sum(len({firsts[n] for n in part.tolist()}) for part in parts))
+            parts = numbers.chunk(ranks)
+            spread.append(sum(len({prompts()[n] for n in part.tolist()}) for part in parts))
         assert spread[1] < spread[0], f"groups are on {spread} ranks"
 
 

@@ -132,7 +132,7 @@ MS_SWIFT = Trainer(
     tried=("3602360a5",),
     on="`--external_plugins`, a file with `import megatron_prefix.auto.on_import`",
     loss="every position: labels of -100 act in the loss",
-    together="nothing, but a pair of answers is one row of the data set",
+    together="GRPO: a rank samples all rollouts of its prompts; a pair is one row of the data set",
     refused=(LORA_DROPOUT, SWIFT_METRICS),
 )
 
