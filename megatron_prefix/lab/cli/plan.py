@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import sys
 from collections import Counter
@@ -20,7 +21,7 @@ from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.cli import arguments, plan_ranks
 from megatron_prefix.lab.cli.inputs import load_groups
 from megatron_prefix.lab.cli.outputs import check_outputs, write_text
-from megatron_prefix.lab.cli.progress import watched
+from megatron_prefix.lab.cli.progress import Advance, progress
 from megatron_prefix.lab.cli.report import counted, facts, number, print_facts, print_json
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
@@ -30,7 +31,7 @@ from megatron_prefix.lab.plans.job_plan import rank_cost
 from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.model import footprint_of
-from megatron_prefix.lab.predict.peak_memory import PredictedMemory, predict_memory
+from megatron_prefix.lab.predict.peak_memory import PredictedMemory, predict_by_policies
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.lab.runtime.folders import check_folder_writable
 from megatron_prefix.lab.runtime.layout import Layout
@@ -41,7 +42,7 @@ from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.prediction import predict as predicted_times
 from megatron_prefix.plan.step_planner import FEWEST_SEGMENTS, segment_lengths
-from megatron_prefix.tree import Forest, TreeOptions, build
+from megatron_prefix.tree import Forest, TreeOptions, Tries, find_shared
 
 HELP = """\
 Shows what sharing saves on rollout files: trees, ratios, compression, predicted speedup, and the
@@ -119,7 +120,12 @@ MUCH_BUBBLE = 0.25
 
 
 class _PlannedStep(NamedTuple):
-    """The rollouts, options, plan and timeline of the step, of one data-parallel rank."""
+    """The rollouts, options, plan and timeline of the step, of one data-parallel rank.
+
+    Attributes:
+        prediction: of both schedules in the layout, waits included; stock on packs, as trainers
+            make them.
+    """
 
     groups: list[Group]
     dropped: int
@@ -130,11 +136,23 @@ class _PlannedStep(NamedTuple):
     timeline: Timeline
     model: ModelSpec
     layout: Layout
+    prediction: Prediction
     dealt: plan_ranks.Dealt | None = None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, simulates, prints and writes."""
+    """Plans, simulates, prints and writes. Python's collector is off, as it would go through all
+    rollouts again and again: nearly half of the time of a large file."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _run(args)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _run(args: argparse.Namespace) -> int:
     layout = arguments.layout_of(args)
     if args.json and args.csv == "-":
         raise UserError("--csv - and --json both write to stdout; give --csv a file")
@@ -157,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         write_text(args.svg, timeline_svg(step.timeline, step.plan, _title(args, step)))
     if args.output and step.dealt is not None:
         plan_ranks.write(step.dealt, args.output, _names(args))
-    result = _result(step)
+    result = _result(args, step)
     if args.json:
         print_json(result)
     else:
@@ -190,8 +208,8 @@ def _over_one_chunk(step: _PlannedStep) -> float | None:
         return None
     whole = replace(step.layout, vpp=1)
     plan = best_plan(step.forest, whole.pp, run_ahead=step.config.run_ahead)
-    seconds = _predicted(step._replace(layout=whole, plan=plan)).prefix_seconds
-    return _predicted(step).prefix_seconds / seconds
+    single = _predicted(step.forest, step.options, step.model, whole, plan)
+    return step.prediction.prefix_seconds / single.prefix_seconds
 
 
 def _options(args: argparse.Namespace, config: PrefixConfig, layout: Layout) -> TreeOptions:
@@ -207,26 +225,32 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     groups, dropped = load_groups(args)
     dealt = None
     if layout.dp > 1:
-        options = _options(args, config, layout)
-        dealt = plan_ranks.dealt(groups, model, layout, config, options, args.deal, args.seed)
+        options, how = _options(args, config, layout), (args.deal, args.seed)
+        with progress(args, "ranks dealt", layout.dp) as advance:
+            dealt = plan_ranks.dealt(groups, model, layout, config, options, *how, advance)
         groups = list(dealt.ranks[dealt.tokens.slowest])
     largest = max(int(rollout.tokens.max()) for group in groups for rollout in group.rollouts)
     # The model only gives costs; an open vocabulary takes its size from the rollouts.
     model = model if model.vocab_size else model.with_vocab(largest + 1)
-    pairs = pairs_of_groups(groups, model.needs_tails)
-    steps: list[_PlannedStep] = []
+    steps = list[_PlannedStep]()
     lengths = _segment_lengths(args, config, layout.pp)
-    for length in watched(args, lengths, "lengths of segments planned", len(lengths)):
-        config, forest = _cut(args, layout, model, pairs, replace(config, segment_tokens=length))
-        plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
-        timeline = simulate(plan, ready_after=loss_ready_after(forest))
-        steps.append(_PlannedStep(
-            groups, dropped, config, _options(args, config, layout), forest, plan, timeline, model,
-            layout, dealt,
-        ))  # fmt: skip
-        if _fills(args, layout.pp, steps):
-            break
-    return min(steps, key=lambda step: _predicted(step).prefix_seconds)
+    with progress(args, "lengths of segments planned", len(lengths)) as advance:
+        pairs = pairs_of_groups(groups, model.needs_tails)
+        shared = find_shared(*pairs, _options(args, config, layout))
+        for length in lengths:
+            config = replace(config, segment_tokens=length)
+            config, forest = _cut(args, layout, model, pairs, shared, config)
+            plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
+            timeline = simulate(plan, ready_after=loss_ready_after(forest))
+            options = _options(args, config, layout)
+            steps.append(_PlannedStep(
+                groups, dropped, config, options, forest, plan, timeline, model, layout,
+                _predicted(forest, options, model, layout, plan), dealt,
+            ))  # fmt: skip
+            advance(1)
+            if _fills(args, layout.pp, steps):
+                break
+    return min(steps, key=lambda step: step.prediction.prefix_seconds)
 
 
 def _segment_lengths(
@@ -251,7 +275,12 @@ def _fills(args: argparse.Namespace, num_ranks: int, steps: Sequence[_PlannedSte
 
 
 def _cut(
-    args: argparse.Namespace, layout: Layout, model: ModelSpec, pairs: Any, config: PrefixConfig
+    args: argparse.Namespace,
+    layout: Layout,
+    model: ModelSpec,
+    pairs: Any,
+    shared: Tries,
+    config: PrefixConfig,
 ) -> tuple[PrefixConfig, Forest]:
     """The configuration with the chosen length of chunks, and the segments."""
     rollouts, numbers = pairs
@@ -267,7 +296,7 @@ def _cut(
             _options(args, config, layout),
         )  # fmt: skip
     config = replace(config, chunk_tokens=chunk_tokens)
-    return config, build(rollouts, numbers, _options(args, config, layout))
+    return config, replace(shared, options=_options(args, config, layout)).forest()
 
 
 def first_groups(groups: Sequence[int]) -> list[int]:
@@ -299,12 +328,14 @@ FACTS = {
 }
 
 
-def _result(step: _PlannedStep) -> dict[str, Any]:
+def _result(args: argparse.Namespace, step: _PlannedStep) -> dict[str, Any]:
     """What `--json` prints."""
     forest, timeline = step.forest, step.timeline
     rollouts = [rollout for group in step.groups for rollout in group.rollouts]
     ratios = [rollout.prompt_len / len(rollout) for rollout in rollouts]
-    memory = peaks(step.plan, step.model, step.layout, step.config.cache_host_layers)
+    with progress(args, "ranks' memory predicted", step.plan.num_ranks) as advance:
+        over_one_chunk = _over_one_chunk(step)
+        memory = _peaks(step, advance)
     peak_bytes = {name: round(one.peak) for name, one in memory.items()}
     return {
         "rollouts": len(rollouts),
@@ -318,7 +349,7 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "max_depth": max_depth(forest),
         "prefix_ratio_p50": float(np.percentile(ratios, 50)),
         "prefix_ratio_p95": float(np.percentile(ratios, 95)),
-        "predicted_speedup": _predicted(step).speedup,
+        "predicted_speedup": step.prediction.speedup,
         "flop_ratio": cost_of(step.model).speedup(forest),
         "align": step.options.boundary,
         "align_reasons": _alignment_reasons(step),
@@ -328,7 +359,7 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "num_actions": timeline.num_actions,
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
-        "time_over_one_chunk": _over_one_chunk(step),
+        "time_over_one_chunk": over_one_chunk,
         "peak_live_tokens": timeline.peak_live_positions,
         "peak_live_bytes": peak_bytes["retain"],
         "peak_bytes": peak_bytes,
@@ -338,17 +369,14 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
     }
 
 
-def _predicted(step: _PlannedStep) -> Prediction:
-    """Both schedules in the layout, waiting included; stock on packs, as trainers make them."""
-    lengths = [
-        -(-num // step.options.multiple) * step.options.multiple
-        for num in step.forest.num_positions
-    ]
+def _predicted(
+    forest: Forest, options: TreeOptions, model: ModelSpec, layout: Layout, plan: Plan
+) -> Prediction:
+    """See `_PlannedStep`."""
+    lengths = [-(-num // options.multiple) * options.multiple for num in forest.num_positions]
     sizes = pack_sizes(lengths, PACK_TOKENS)
     microbatch_of = [number for number, size in enumerate(sizes) for _ in range(size)]
-    return predicted_times(
-        rank_cost(step.model, step.layout), step.forest, microbatch_of, step.plan
-    )
+    return predicted_times(rank_cost(model, layout), forest, microbatch_of, plan)
 
 
 def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
@@ -396,27 +424,26 @@ def _names(args: argparse.Namespace) -> str:
     return ", ".join(path.rpartition("/")[2] for path in args.rollouts)
 
 
-def peaks(
-    plan: Plan, spec: ModelSpec, layout: Layout, host_layers: int = 0
-) -> dict[str, PredictedMemory]:
+def _peaks(step: _PlannedStep, advance: Advance) -> dict[str, PredictedMemory]:
     """Per memory policy the predicted memory of the rank with the highest peak, without weights and
     gradients: bf16, transformer-engine's layers, no recomputation by Megatron.
 
     Args:
-        plan: of the step.
-        spec: the model.
-        layout: of the ranks.
-        host_layers: see PrefixConfig.cache_host_layers.
+        step: with its layout and model.
+        advance: takes each rank.
     """
+    plan, layout = step.plan, step.layout
     execution = Execution(
         num_stages=plan.num_stages, tp=layout.tp, cp=layout.cp,
         sequence_parallel=layout.sequence_parallel,
     )  # fmt: skip
-    footprint = replace(
-        footprint_of(spec, execution), host_layers=host_layers, buffers=ExchangeMemory
-    )
-    found = {}
-    for policy in POLICIES:
-        one = replace(plan, policies=policies(plan.segments, policy))
-        found[policy] = max(predict_memory(one, footprint), key=lambda memory: memory.peak)
-    return found
+    footprint = footprint_of(step.model, execution)
+    host_layers = step.config.cache_host_layers
+    footprint = replace(footprint, host_layers=host_layers, buffers=ExchangeMemory)
+    every = [policies(plan.segments, policy) for policy in POLICIES]
+    ranks = []
+    for of_rank in predict_by_policies(plan, footprint, every):
+        ranks.append(of_rank)
+        advance(1)
+    highest = (max(column, key=lambda memory: memory.peak) for column in zip(*ranks, strict=True))
+    return dict(zip(POLICIES, highest, strict=True))

@@ -3,7 +3,7 @@ leave of it, and with --across-ranks the plans of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_prefix.config import PrefixConfig
@@ -77,6 +77,7 @@ def dealt(
     options: TreeOptions,
     how: str,
     seed: int,
+    advance: Callable[[int], None],
 ) -> Dealt:
     """Deals a step to several ranks.
 
@@ -84,6 +85,7 @@ def dealt(
         groups: of the step.
         spec, layout, config, how, seed: see `plans.dealing.deal`.
         options: how a rank's rollouts become segments.
+        advance: takes each rank whose tokens were counted.
 
     Raises:
         UserError: fewer rollouts than ranks.
@@ -103,7 +105,7 @@ def dealt(
         sent, back = message_seconds(spec, layout, BYTES_PER_SECOND)
         messages = sent / position, back / position
         job = plans, plans.timeline(messages=messages) if simulates(layout) else None
-    return Dealt(how, ranks, dealt_tokens(ranks, options, spec), job)
+    return Dealt(how, ranks, dealt_tokens(ranks, options, spec, advance), job)
 
 
 def crosses(config: PrefixConfig, layout: Layout) -> bool:

@@ -8,7 +8,7 @@ executes at least what no other rank has, and the slowest at least the mean.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_prefix.lab.data.pairs import pairs_of_groups
@@ -54,7 +54,10 @@ class DealtTokens:
 
 
 def dealt_tokens(
-    ranks: Sequence[Sequence[Group]], options: TreeOptions, spec: ModelSpec
+    ranks: Sequence[Sequence[Group]],
+    options: TreeOptions,
+    spec: ModelSpec,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> DealtTokens:
     """Counts a dealt step.
 
@@ -62,9 +65,13 @@ def dealt_tokens(
         ranks: per data-parallel rank its groups, at least one; parts of one group have one name.
         options: how rollouts become segments.
         spec: the model.
+        advance: takes each rank that was counted.
     """
     pairs = [pairs_of_groups(groups, spec.needs_tails) for groups in ranks]
-    alone = [build(*some, options) for some in pairs]
+    alone = []
+    for some in pairs:
+        alone.append(build(*some, options))
+        advance(1)
     names = [[one.group for group in groups for one in group.rollouts] for groups in ranks]
     numbers = {name: n for n, name in enumerate(dict.fromkeys(itertools.chain(*names)))}
     held = [

@@ -73,8 +73,27 @@ class PredictedMemory:
 @functools.lru_cache(maxsize=16)
 def predict_memory(plan: Plan, footprint: Footprint) -> tuple[PredictedMemory, ...]:
     """Of every rank of a plan's pipeline."""
-    run = _MemoryRun(plan, footprint)
-    return tuple(run.rank(rank) for rank in range(plan.num_ranks))
+    return tuple(memory for (memory,) in predict_by_policies(plan, footprint, [plan.policies]))
+
+
+def predict_by_policies(
+    plan: Plan, footprint: Footprint, policies: Sequence[tuple[str, ...]]
+) -> Iterator[tuple[PredictedMemory, ...]]:
+    """Rank by rank, with each of several policies of all segments."""
+    runs = [_MemoryRun(replace(plan, policies=names), footprint) for names in policies]
+    for rank in range(plan.num_ranks):
+        maps = _maps(plan, footprint, rank)
+        yield tuple(run.rank(rank, maps) for run in runs)
+
+
+def _maps(plan: Plan, footprint: Footprint, rank: int) -> list[PayloadMap]:
+    """Where payloads lie, per model chunk of a rank; it is the same with all policies."""
+    maps = []
+    for chunk in range(plan.num_chunks):
+        forms = [payload.form for payload in footprint.payloads[plan.stage(rank, chunk)]]
+        actions = plan.actions_of(rank, chunk)
+        maps.append(payload_map(plan.segments, actions, footprint.parts, footprint.shares, forms))
+    return maps
 
 
 class _MemoryRun:
@@ -92,9 +111,9 @@ class _MemoryRun:
         message = footprint.stage_input * max(self.positions, default=0.0)
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
 
-    def rank(self, rank: int) -> PredictedMemory:
+    def rank(self, rank: int, maps: Sequence[PayloadMap]) -> PredictedMemory:
         live: dict[tuple[int, int], float] = {}
-        arenas = self._arenas(rank)
+        arenas = self._arenas(rank, maps)
         buffers = self._buffers(rank, arenas)
         activations = saved = staged = cache = wave = exchanged = 0.0
         peak = PredictedMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
@@ -139,19 +158,13 @@ class _MemoryRun:
             for chunk, arena in enumerate(arenas)
         ]
 
-    def _arenas(self, rank: int) -> list[_ArenaMemory]:
+    def _arenas(self, rank: int, maps: Sequence[PayloadMap]) -> list[_ArenaMemory]:
         """The sidecar per model chunk of a rank."""
-        plan, footprint = self.plan, self.footprint
-        arenas = []
-        for chunk in range(plan.num_chunks):
-            payloads, actions = (
-                footprint.payloads[plan.stage(rank, chunk)],
-                plan.actions_of(rank, chunk),
-            )
-            forms = [payload.form for payload in payloads]
-            planned = payload_map(plan.segments, actions, footprint.parts, footprint.shares, forms)
-            arenas.append(_ArenaMemory(planned, footprint, payloads))
-        return arenas
+        payloads = (
+            self.footprint.payloads[self.plan.stage(rank, chunk)] for chunk in range(len(maps))
+        )
+        pairs = zip(maps, payloads, strict=True)
+        return [_ArenaMemory(planned, self.footprint, stage) for planned, stage in pairs]
 
     def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
         stage = self.plan.stage(rank, action.chunk)

@@ -1,5 +1,6 @@
 """The command line: the verb `plan`, bad input, and bad usage of verbs that build no model."""
 
+import gc
 import gzip
 import os
 import threading
@@ -134,6 +135,14 @@ def test_auto_looks_for_lengths_of_chunks_and_of_segments(capsys, long):
     alone = result(capsys, *options, "--segment-tokens", "auto")
     assert alone["chunk_tokens"] == 0 and alone["bubble_fraction"] <= plain["bubble_fraction"]
     assert alone["predicted_speedup"] >= plain["predicted_speedup"]
+
+
+def test_parts_that_may_take_long_are_counted_on_stderr(capsys):
+    layout = ("--dp", "2", "--pp", "2", "--vpp", "2")
+    _, _, err = run(capsys, "plan", BUNDLED, *layout, "--progress", "--json")
+    lines = [line.partition(",")[0] for line in err.splitlines()]
+    assert lines[1:3] == ["ranks dealt: 2 of 2", "lengths of segments planned: 5 of 5"]
+    assert lines[3:] == ["ranks' memory predicted: 2 of 2"] and gc.isenabled()
 
 
 def test_model_chunks_that_cost_time_are_named(capsys):
