@@ -60,6 +60,11 @@ class Errors:
             stock, ours, truth = (torch.zeros(0) if x is None else x for x in traces)
             self._forward[name].append(_norms((stock, ours), truth))
 
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Of every parameter's gradient, pooled: the prefix schedule's error over stock's."""
+        return {name: _ratio(_summed(each)) for name, each in self._gradients.items()}
+
     def judged(self, verdict: Verdict) -> Verdict:
         """The verdict with the pooled ratios, and what is outside, the largest ratio first."""
         named = {f"gradient of {name}": each for name, each in self._gradients.items()}
@@ -70,7 +75,7 @@ class Errors:
             if not ratio <= most:
                 above = f"error ratio of {name}: {ratio:.3f} exceeds {most:.3f}"
                 outside.append((ratio, _not_finite(name, _summed(each)) or above))
-        ratios = [_ratio(_summed(each)) for each in self._gradients.values()]
+        ratios = [*self.ratios.values()]
         failures = (
             *verdict.failures,
             *(line for _, line in sorted(outside, reverse=True)),
