@@ -70,7 +70,8 @@ class Forecast(NamedTuple):
     def is_like(self, other: Forecast) -> bool:
         """Whether it keeps the limit, and its step is about as large as another."""
         mine, theirs = ((of.limit, *of.prediction[2:]) for of in (self, other))
-        near = all(abs(a - b) <= ALIKE * b for a, b in zip(mine, theirs, strict=True))
+        pairs = zip(mine, theirs, strict=True)  # limits may be infinite
+        near = all(a == b or abs(a - b) <= ALIKE * b for a, b in pairs)
         return near and not self.over and self.settles == other.settles
 
     @property

@@ -71,6 +71,12 @@ class Planning:
             )  # fmt: skip
         return self._planners[key]
 
+    def forget(self) -> None:
+        """After a step that could not be planned, perhaps on one rank alone: what ranks chose
+        before, which they must remember alike."""
+        self._planners.clear()
+        self._beside.clear()
+
     def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
         """Whether a step in mode "auto" is without sharing, for which no tree is built; all ranks
         of a first stage that share experts ask, and all of their steps must be such."""

@@ -239,6 +239,7 @@ class PrefixSchedule:
         problem = softened(error, self.config.mode)
         if problem is None:
             return joint
+        self.planning.forget()
         if not isinstance(problem, CannotShare):
             raise problem
         self.reports.refused(problem)

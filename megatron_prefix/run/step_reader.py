@@ -164,6 +164,7 @@ class StepReader:
         problem = softened(problem, self._config.mode)
         reason = agree(problem, request.agreeing, request.rank.device)
         if reason is not None:
+            self._planning.forget()
             self._reports.refused(reason)
         return reason is not None
 
