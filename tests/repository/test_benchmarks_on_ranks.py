@@ -5,9 +5,7 @@ import json
 import re
 import sys
 
-import pytest
-
-from benchmarks import across_ranks_cpu, overlap_experts, pipeline_plans
+from benchmarks import overlap_experts, pipeline_plans
 from tests.harness import ranks  # noqa: F401  # ranks are forked from here
 from tests.harness.command_line import BUNDLED
 
@@ -43,19 +41,3 @@ def test_overlap_of_experts_has_a_line_for_every_seed(capfd, monkeypatch, tmp_pa
         assert re.match(pattern, lines[seed]), lines
     assert lines[1].endswith("in 1 of 1 steps of ours")
     assert lines[-1] == "2 of 2 ended"
-
-
-def test_steps_with_and_without_sharing_across_ranks_are_timed(capfd, monkeypatch):
-    options = ["--groups", "2", "--max-tokens", "200", "--rounds", "1", "--set", "num_layers=1"]
-    monkeypatch.setattr(sys, "argv", ["program", BUNDLED, *options])
-    across_ranks_cpu.main()
-    told = capfd.readouterr().out
-    tokens = {
-        across: [int(number) for number in numbers.split(", ")]
-        for across, numbers in re.findall(r"step 1, (\w+): tokens \[([\d, ]+)\]", told)
-    }
-    assert {*tokens} == {"off", "on"} and sum(tokens["on"]) < sum(tokens["off"])
-    found = dict(re.findall(r"^([\w ]+): [\d,.]+ .*off, [\d,.]+ on, ([\d.]+)x$", told, re.M))
-    assert {*found} == {"clock", "process", "tokens of the slowest rank"}
-    ratio = max(tokens["off"]) / max(tokens["on"])
-    assert float(found["tokens of the slowest rank"]) == pytest.approx(ratio, abs=1e-3)
