@@ -89,7 +89,7 @@ def drawn(args: argparse.Namespace, spec: ModelSpec, draw: int, recording: Any) 
     """Microbatches of a draw, with the routes of one pass if that is given."""
     prompt, answer, num = map(int, args.shape.split(":"))
     groups: Sequence[Any] = [
-        *generate(args.groups, prompt, answer, num, vocab_size=spec.vocab_size, seed=draw)
+        *generate(args.groups, prompt, answer, num, vocab_size=spec.vocab_size or 0, seed=draw)
     ]
     items = align.microbatches(groups, draw)
     if recording is None:
