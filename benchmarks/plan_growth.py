@@ -8,7 +8,7 @@ several lengths, their plans, peaks of memory, policies and predicted seconds, t
 one rank's messages and the places of its payloads.  "next" is the same for a second step like the
 first, which takes its lengths.  "trees" is what reads the tokens.  The exponents are the slopes of
 log(plan) and log(next) over log(size): 1 where the time is proportional.  Times are of one core
-(`time.process_time`); Python's collector is on, as in a job.
+(`time.process_time`); Python's collector is off, as it is in a job while a step is planned.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of, predict
 from megatron_prefix.plan.step_planner import Forecast, StepPlanner, fitting
 from megatron_prefix.plan.timetable import message_gaps
+from megatron_prefix.run.step_reader import uncollected
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
 from megatron_prefix.tree.payload_map import payload_map
 
@@ -243,9 +244,10 @@ def main() -> None:
         f"{'step':32} {'size':>7} {'tokens':>11} {'segm.':>6} {'actions':>8} {'trees':>7}"
         f" {'plan':>7} {'step s':>8} {'share':>7} {'next':>7} {'share':>7} {'speed':>6}"
     )
-    for case in CASES:
-        if any(text in case.name for text in args.only):
-            show(case, case.sizes[:2] if args.quick else case.sizes)
+    with uncollected():
+        for case in CASES:
+            if any(text in case.name for text in args.only):
+                show(case, case.sizes[:2] if args.quick else case.sizes)
 
 
 if __name__ == "__main__":
