@@ -42,7 +42,6 @@ class Permitted(NamedTuple):
 KNOWN: tuple[Known, ...] = (
     Known({"wrapper": "instance_forward"}, SHARED, "a forward of the instance derives positions"),
     Known({"hook": "regulariser"}, SHARED, "activation regularisers inside a layer"),
-    Known({"scale": "by_list_item"}, ("on",), "a scale's function reads an item of a global list"),
 )  # fmt: skip
 _WRITTEN = "A helper that a forward step calls reads something that an earlier loss has set."
 _ORDER = (
