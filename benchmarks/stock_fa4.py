@@ -5,8 +5,7 @@
 The stock schedule runs transformer-engine's attention, which has no flash-attn-4. Here its core
 attention is flash-attn-4's own public functions wherever it runs a model in bfloat16: in the calls
 that are timed, their warm-up, the alignment before them, and those that mode "auto" hands over.
-Microbatches are one rollout, or packs
-with `--baseline packed`.
+Microbatches are one rollout, or packs with `--baseline packed`.
 """
 
 from __future__ import annotations

@@ -449,16 +449,18 @@ def intercepted(
 
 
 @contextlib.contextmanager
-def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replaces the `forward` of one module."""
-    before = vars(module).get("forward")  # some trainers put their own here
-    module.forward = forward
+def replaced(
+    module: nn.Module, method: Callable[..., Any], name: str = "forward"
+) -> Iterator[None]:
+    """Replaces a method of one module."""
+    before = vars(module).get(name)  # some trainers put their own here
+    setattr(module, name, method)
     try:
         yield
     finally:
-        vars(module).pop("forward", None)
+        vars(module).pop(name, None)
         if before is not None:
-            module.forward = before
+            setattr(module, name, before)
 
 
 def _module_windows(parts: Sequence[Part]) -> list[Any]:

@@ -69,18 +69,11 @@ def _parts(data: Any, num: int, owner: Any) -> Parts:
     """Raises: OwnDealing."""
     if why := depends_on_microbatches(owner):
         raise OwnDealing(why)
-    tokens, prompts = [], []
-    for ids, mask, trained in zip(
-        data["input_ids"], data["attention_mask"], data["loss_mask"], strict=True
-    ):
-        kept = mask.bool()
-        tokens.append(ids[kept].cpu())
-        places = trained[kept].nonzero().flatten().tolist()
-        prompts.append(places[0] if places else len(tokens[-1]))
-    rollouts = Rollouts.of_tokens(tokens, prompts)
-    parts = rollouts.dealt(num, equal=len(tokens) % num == 0)
+    rollouts = Rollouts.of_masks(data["input_ids"], data["attention_mask"], data["loss_mask"])
+    size = len(rollouts.groups)
+    parts = rollouts.dealt(num, equal=size % num == 0)
     if not all(parts):
-        raise OwnDealing(f"{len(tokens)} rollouts of a rank are too few for {num} mini-batches")
+        raise OwnDealing(f"{size} rollouts of a rank are too few for {num} mini-batches")
     return parts
 
 

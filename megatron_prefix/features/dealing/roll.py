@@ -75,23 +75,12 @@ def _dealt(batch: Any, num_ranks: int, num: int, config: Any) -> tuple[Rollouts,
         raise OwnDealing(why)
     if "response_mask" not in batch.batch:
         raise OwnDealing("its batch has no response_mask: prompts are not known")
-    rollouts = _rollouts(batch.batch)
+    names = "input_ids", "attention_mask", "response_mask"
+    rollouts = Rollouts.of_masks(*(batch.batch[name] for name in names))
     ranks = verl.dealt(rollouts, num_ranks, num)
     seed = getattr(config, "seed", None)
     order = [n for parts in ranks for n in _before_shuffle(parts, seed)]
     return rollouts, ranks, torch.tensor(order)
-
-
-def _rollouts(columns: Any) -> Rollouts:
-    """Rollouts whose tokens before the first one of `response_mask` are equal are a group."""
-    names = ("input_ids", "response_mask", "attention_mask")
-    tokens, prompts = [], []
-    for ids, answered, mask in zip(*(columns[name] for name in names), strict=True):
-        kept = mask.bool()
-        tokens.append(ids[kept])
-        places = answered[kept].nonzero().flatten().tolist()
-        prompts.append(places[0] if places else len(tokens[-1]))
-    return Rollouts.of_tokens(tokens, prompts)
 
 
 def _before_shuffle(parts: Sequence[Sequence[int]], seed: int | None) -> list[int]:

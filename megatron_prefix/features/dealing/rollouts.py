@@ -39,6 +39,23 @@ class Rollouts(NamedTuple):
         groups = [beginning.astype(np.int64).tobytes() for beginning in beginnings]
         return cls(groups, list(map(len, rows)), lengths)
 
+    @classmethod
+    def of_masks(cls, ids: Any, attended: Any, answered: Any) -> Rollouts:
+        """The same of padded rows: a prompt ends where its answer begins, or at the end.
+
+        Args:
+            ids: int [rollouts, positions].
+            attended: of each position whether it is no padding.
+            answered: whether it is of an answer.
+        """
+        tokens, prompts = [], []
+        for row, mask, answer in zip(ids, attended, answered, strict=True):
+            kept = mask.bool()
+            tokens.append(row[kept].cpu())
+            places = answer[kept].nonzero().flatten().tolist()
+            prompts.append(places[0] if places else len(tokens[-1]))
+        return cls.of_tokens(tokens, prompts)
+
     @property
     def costs(self) -> list[float]:
         """What each costs alone."""

@@ -29,6 +29,7 @@ from megatron_prefix.errors import refused
 from megatron_prefix.features.vision import models
 from megatron_prefix.features.vision.fingerprints import fingerprints
 from megatron_prefix.features.vision.forms import Item
+from megatron_prefix.megatron.install import replaced
 from megatron_prefix.refusals.table import OVERWRITTEN
 from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.sidecar.arena import wider
@@ -99,7 +100,7 @@ class TowerOnce:
         Raises:
             RuntimeError: a microbatch's gradients have not reached all that the tower gave it.
         """
-        with _replaced(self._tower, self._method, self._forward):
+        with replaced(self._tower, self._forward, self._method):
             yield self
         if any(self._waiting.values()):
             raise RuntimeError("gradients of images have not come back to the vision tower")
@@ -224,19 +225,6 @@ class _ImageRows(torch.autograd.Function):
         tower, number, keys = ctx.call
         tower.receive(number, keys, [*gradients])
         return (None,) * (4 + len(gradients))
-
-
-@contextlib.contextmanager
-def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method of one module."""
-    before = vars(module).get(name)  # some trainers put their own here
-    setattr(module, name, method)
-    try:
-        yield
-    finally:
-        vars(module).pop(name, None)
-        if before is not None:
-            setattr(module, name, before)
 
 
 def _version(patches: Tensor) -> int:
