@@ -176,6 +176,8 @@ class Pixels(Images):
         counts = [1] * len(known)
         if frames is not None and self._joins_frames:
             counts = [*map(int, frames)]
+        if sum(counts) != len(known):
+            return None
         starts = [*itertools.accumulate(counts, initial=0)][:-1]
         own = [known[start : start + num] for start, num in zip(starts, counts, strict=True)]
         if any(size != every[0] for every in own for size in every):

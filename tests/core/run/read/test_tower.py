@@ -246,6 +246,8 @@ def test_a_method_that_runs_towers_runs_once_an_image():
         found = pixels_step(model, once)
     torch.testing.assert_close(found, expected)
     assert model.seen == [1] * 2 * len(GRIDS) and "_encode_images" not in vars(model)
+    other = dict(images=torch.zeros(2, 3, 4, 4), imgs_sizes=torch.ones(2, 2), num_frames=[1])
+    assert models.tower(model).form(model).items(other) is None  # the tower says what is wrong
     model.vision_model.has_cpe = True  # RADIO's positions move in training
     assert models.tower(model) is None
     assert models.tower(model.eval()) is not None
