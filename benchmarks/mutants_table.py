@@ -330,8 +330,8 @@ _GRAPHS = (
     _graphs(
         "kept-if-they-do-not-pay",
         "features/graphs/choice.py",
-        "pays = used and ratio <= PAYS * min(self.without)",
-        "pays = used and ratio >= PAYS * min(self.without)",
+        "if used and ratio <= PAYS * min(self.without):",
+        "if used and ratio >= PAYS * min(self.without):",
         _CHOICE,
     ),
     _graphs(
@@ -390,10 +390,24 @@ _GRAPHS = (
         _CHOICE,
     ),
     _graphs(
+        "others-graphs-stay-beside",
+        "features/graphs/layers.py",
+        "        is_first = needs.is_light and not self._needs.is_light",
+        "        is_first = False",
+        "tests/core/features/graphs/test_graphs_memory.py",
+    ),
+    _graphs(
+        "lengths-never-stay",
+        "plan/step_planner.py",
+        "best.prediction.prefix_seconds > least",
+        "best.prediction.prefix_seconds > last.prediction.prefix_seconds",
+        "tests/core/plan/test_joint_forest.py",
+    ),
+    _graphs(
         "late-for-ever",
         "features/graphs/choice.py",
-        "            if (captured or not used) and not pays and self.late < MOST_LATE:",
-        "            if (captured or not used) and not pays:",
+        "            if slow == ENOUGH or self.late == MOST_LATE:",
+        "            if slow == ENOUGH:",
         _CHOICE,
     ),
 )

@@ -29,6 +29,10 @@ ALIKE = 0.1
 were searched for: it takes the same, as searching takes several times as long as one plan."""
 LIGHT = 1.06
 """Times its forwards, at most, that a light plan runs in forwards and again in backwards."""
+STAYS = 0.15
+"""Where lengths are to come again, as something is kept for each, other ones take the place of the
+last step's if that is predicted to save this share of a step: forecasts of lengths that have not
+run are off by as much (TP4's widths in chunks, benchmarks/LOG.md)."""
 FEWEST_SEGMENTS = 4
 """For each rank of a pipeline; where there are fewer, shorter segments are tried. Of p ranks' turns
 p - 1 in 4p + p - 1 are waits."""
@@ -174,16 +178,24 @@ class StepPlanner:
             joint = JointForest.alone(cut(length, joined, again=again), microbatch_of)
             return judge(joint, self.plan(joint)), length, joint
 
-        kind = joins, find is None
+        kind, before = (joins, find is None), None
         if most is None and kind in self._searched:
             last, length, joined = self._searched[kind]
-            forecast, length, joint = self._fastest([judged(joined, length, again=True)], judge)
-            if forecast.is_like(last):
-                return length, joint.forest
-        (forecast, length, joint), joined = self._search(judged, judge, joins=joins)
+            before = self._fastest([judged(joined, length, again=True)], judge), joined
+            if before[0][0].is_like(last):
+                return length, before[0][2].forest
+        chosen = self._search(judged, judge, joins=joins)
+        if before is not None and self._stays(before[0][0], chosen[0][0]):
+            chosen = before
+        (forecast, length, joint), joined = chosen
         if most is None:
             self._searched[kind] = forecast, length, joined
         return length, joint.forest
+
+    def _stays(self, last: Forecast, best: Forecast) -> bool:
+        """Whether the lengths of the last step stay, though others are the best; see STAYS."""
+        least = (1 - STAYS) * last.prediction.prefix_seconds
+        return self.options.even > 0 and not last.over and best.prediction.prefix_seconds > least
 
     def _search(
         self, judged: Callable[[bool, int], Tried], judge: Judge, *, joins: bool

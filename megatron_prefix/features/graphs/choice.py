@@ -24,14 +24,14 @@ PAYS = 0.97
 """Of the least time of a step without graphs, what one with them may take at most to keep them, for
 as many FLOPs, padding included."""
 MOST_LATE = 4
-"""Steps in a row that capture graphs and take too long, or have none yet, before the next one
-decides."""
+"""Steps in a row that take too long, or have no graphs yet, before the next one decides."""
 LAUNCHES = 0.1
 """What an action's launches take with graphs, of what they take without, until that is measured."""
 LIGHT = "recompute_act"
 """The policy of segments whose activations alone run again."""
 ENOUGH = 2
-"""Steps with sharing that were timed before graphs are tried."""
+"""Steps with sharing that are timed before graphs are tried, and then with all of them before they
+end."""
 SHORTEST = 1024
 """Where there is no room for graphs of longer segments, those of half as long ones are tried, down
 to this."""
@@ -106,7 +106,8 @@ class GraphChoice:
         is_measured: whether it is left to measurements.
         without: times of steps without graphs, over their FLOPs.
         waits: positions of the longest segment seen to wait for the host.
-        late: steps with graphs that took too long, in which some were captured, or none used yet.
+        late: steps with graphs that took too long, or had none yet.
+        slow: of these the steps in which all segments had them.
     """
 
     tokens: int
@@ -115,6 +116,7 @@ class GraphChoice:
     without: tuple[float, ...] = ()
     waits: int = 0
     late: int = 0
+    slow: int = 0
 
     @classmethod
     def of(cls, setting: int | str) -> GraphChoice:
@@ -133,17 +135,18 @@ class GraphChoice:
             waits: see `longest_waiting`.
             may_try: whether graphs may be used from the next step on.
             captured: whether graphs were captured in it, the time of which is left out: others
-                of its segments ran without, so if it took too long another step decides; where
-                MOST_LATE were such, whatever it is.
-            used: whether segments had graphs in it: if not, another step decides, too.
+                of its segments ran without, so if it took too long other steps decide.
+            used: whether segments had graphs in it: if not, others decide, too.
         """
         if not self.is_open:
             return self
         if self.tokens:
-            pays = used and ratio <= PAYS * min(self.without)
-            if (captured or not used) and not pays and self.late < MOST_LATE:
-                return replace(self, late=self.late + 1)
-            return replace(self, is_open=False, tokens=self.tokens if pays else 0)
+            if used and ratio <= PAYS * min(self.without):
+                return replace(self, is_open=False)
+            slow = self.slow + (used and not captured)
+            if slow == ENOUGH or self.late == MOST_LATE:
+                return replace(self, is_open=False, tokens=0)
+            return replace(self, late=self.late + 1, slow=slow)
         counted = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))
         if may_try and counted.waits and len(counted.without) >= ENOUGH:
             return replace(counted, tokens=1 << (counted.waits - 1).bit_length())
@@ -178,6 +181,11 @@ class Needs(NamedTuple):
     plain: int = 0
     kept: tuple[int, ...] = ()
     kept_plain: bool = False
+
+    @property
+    def is_light(self) -> bool:
+        """Whether activations alone run again of all of them that have graphs."""
+        return not (self.plain or self.kept_plain)
 
     @classmethod
     def of(cls, plan: Plan, most: int) -> Needs:

@@ -220,17 +220,20 @@ class LayerGraphs:
         self.arenas = arenas or PlacedArenas()
         self._is_new, self._recomputed = True, recomputed
         self.captured, self.used = 0.0, False
-        self._needs = needs or Needs(0)
         if needs is not None:
             self._free = [*self._counted(needs)]
+        self._needs = needs or Needs(0)
 
     def _counted(self, needs: Needs) -> Iterator[SegmentGraphs]:
         """Sets that a plan counts, of those that nobody has. Where activations of all its segments
-        run again, these have no others' graphs beside theirs, for which more is kept."""
+        run again, these have no others' graphs beside theirs, for which more is kept; nor instead
+        of theirs, where the last step's did not."""
         plain = max(LIGHTER * needs.longest, needs.plain) / self._ranks
         kept = Counter(place // self._ranks for place in needs.kept)
+        is_first = needs.is_light and not self._needs.is_light
         for graphs in self._free:
-            others = graphs.longest(taps_mlps=True) and graphs.longest(taps_mlps=False)
+            has_light = is_first or graphs.longest(taps_mlps=True)
+            others = has_light and graphs.longest(taps_mlps=False)
             if graphs.passes:
                 if graphs.most == needs.longest // self._ranks and others <= plain:
                     yield graphs

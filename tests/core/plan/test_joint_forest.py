@@ -203,6 +203,27 @@ def test_what_a_search_chose_serves_for_steps_alike():
     assert tries == [5, 1, 6, 1]
 
 
+@pytest.mark.parametrize(("even", "saves", "over", "stays"), [
+    (4096, 0.14, 0.0, True), (4096, 0.16, 0.0, False), (0, 0.14, 0.0, False),
+    (4096, 0.14, 1.0, False),
+])  # fmt: skip
+def test_lengths_that_are_to_come_again_stay(even, saves, over, stays):
+    """Unless others save much, or they no longer keep the limit."""
+    rollouts, _ = flat_rollouts(100, 900, 4, 20)
+    planner = StepPlanner(PrefixConfig(), COST, 1, 1, 1, None, even=even)
+
+    def longest(slower, faster, over=0.0):
+        def judge(_, plan):
+            is_long = max(segment.padded_length for segment in plan.segments) > 4096
+            return forecast(plan, over * is_long, slower if is_long else faster, retains=False)
+
+        return planner.build(rollouts, list(range(len(rollouts))), judge)[0]
+
+    first = longest(1.0, 2.0)
+    assert first > 4096
+    assert (longest(3.0, 3.0 * (1 - saves), over) == first) is stays
+
+
 def test_stages_run_less_ahead_before_segments_are_cut():
     """Where that is faster; here only segments cost time."""
     rollouts, _ = flat_rollouts(100, 900, 4, 20)

@@ -44,7 +44,9 @@ def test_nothing_is_tried_where_it_does_not():
 @pytest.mark.parametrize(("ratio", "tokens"), [(0.9, 1024), (0.969, 1024), (0.971, 0), (2.0, 0)])
 def test_they_stay_if_steps_take_less(ratio, tokens):
     """Of 1.0, the least without them, at most 0.97."""
-    choice = tried().after(ratio, 0, may_try=True)
+    first = tried().after(ratio, 0, may_try=True)
+    assert first.tokens == 1024 and first.is_open == (tokens == 0)  # one slow step is too few
+    choice = first.after(ratio, 0, may_try=True)
     assert choice.tokens == tokens and not choice.is_open
     assert choice.after(0.1, 4096, may_try=True) == choice
 

@@ -42,8 +42,8 @@ def test_tried_after_first_steps_and_kept_if_they_pay(pays, kept, monkeypatch, r
         replayed.append(replays(schedule, model, recorded_graphs, seed))
         lengths.append(choice_of(schedule).tokens)
     # On the CPU the device waits for the host in all actions; the longest have 24 positions. The
-    # first step with graphs captures them, and the next one decides.
-    assert lengths == [0] * 4 + [32] * 2 + [32 if kept else 0] * 5
+    # first step with graphs captures them, and the next two decide.
+    assert lengths == [0] * 4 + [32] * 3 + [32 if kept else 0] * 4
     assert not any(replayed[:5]) and replayed[6] and replayed[10] == kept
 
 

@@ -109,9 +109,9 @@ def test_ranks_choose_alike(
     """In every step, and none waits for another for ever."""
     monkeypatch.setattr(cost_meter, "EVERY", 8)
     monkeypatch.setattr(choice, "PAYS", 0.0)
-    (tokens, replayed), (others, _) = run_ranks(2, chosen, layout, 9, timeout_s=60.0)
+    (tokens, replayed), (others, _) = run_ranks(2, chosen, layout, 10, timeout_s=60.0)
     assert tokens == others
-    # Five steps without, one or two that capture them, and the next one decides.
+    # Five steps without, one or two that capture them, and the next two decide.
     num = tokens.count(32)
-    assert tokens == [0] * 4 + [32] * num + [0] * (5 - num) and 2 <= num <= 3
-    assert any(replayed[5:8]) and not any(replayed[:5]) and not replayed[8]
+    assert tokens == [0] * 4 + [32] * num + [0] * (6 - num) and 3 <= num <= 4
+    assert any(replayed[5:8]) and not any(replayed[:5]) and not replayed[9]
