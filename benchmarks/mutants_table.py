@@ -1219,6 +1219,35 @@ _BYTES = (
     ),
 )
 
+# What is tried for a plan ------------------------------------------------------------------------
+
+_TREES = "tests/core/tree/test_tree.py"
+_plans = _area("plans", "tests/core/plan/test_joint_forest.py")
+_PLANS = (
+    _plans(
+        "over-the-limit-as-before", "plan/step_planner.py",
+        "            if not least.over:\n",
+        "            if True:\n",
+    ),
+    _plans(
+        "none-runs-less-ahead", "plan/step_planner.py",
+        "number, least = min(enumerate(tried), key=lambda pair: pair[1].order)",
+        "number, least = 0, first",
+    ),
+    _plans(
+        "waves-before-what-they-read", "tree/packing.py",
+        "heapq.merge(self._read, *waves,",
+        "heapq.merge(*waves, self._read,",
+        _TREES,
+    ),
+    _plans(
+        "places-among-inner-segments", "tree/packing.py",
+        "segment=self._places[path[-1].segment])",
+        "segment=path[-1].segment)",
+        _TREES,
+    ),
+)  # fmt: skip
+
 # One of every other feature -------------------------------------------------------------------
 
 _F = "tests/core/features"
@@ -1376,5 +1405,5 @@ _FEATURES = (
 )  # fmt: skip
 
 MUTANTS: tuple[Mutant, ...] = (
-    *_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_DSA, *_ROUTES, *_BYTES, *_FEATURES
+    *_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_DSA, *_ROUTES, *_BYTES, *_PLANS, *_FEATURES
 )  # fmt: skip

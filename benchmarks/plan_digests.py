@@ -36,7 +36,7 @@ from megatron_prefix.plan.memory import Footprint, RankMemory, StageBytes
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.planner import best_plan, make_plan
 from megatron_prefix.plan.prediction import heaviest_stock_plan, predict
-from megatron_prefix.plan.step_planner import Forecast, StepPlanner, fitting
+from megatron_prefix.plan.step_planner import Forecast, StepPlanner
 from megatron_prefix.plan.timetable import timetable
 from megatron_prefix.tree import TreeOptions
 from megatron_prefix.tree.payload_map import Form, payload_map
@@ -171,8 +171,7 @@ def of_rollouts(rng: random.Random) -> Entry:
         return Forecast(plan, plan, peak, limit, times_of, not any(chosen))
 
     length, forest = planner.build(rollouts, owners, judge)
-    joint = joint_forest([forest], [owners])
-    forecast = fitting(judge(joint, plan) for plan in planner.plans(joint))
+    forecast = planner.fitting(joint_forest([forest], [owners]), judge)
     numbers = [forecast.peak, forecast.limit, *forecast.prediction[2:]]
     return {"plan": digest([length, forecast.plan]), "bytes": numbers}
 

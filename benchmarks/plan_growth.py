@@ -37,7 +37,7 @@ from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.plan.memory import Footprint, StageBytes
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of, predict
-from megatron_prefix.plan.step_planner import Forecast, StepPlanner, fitting
+from megatron_prefix.plan.step_planner import Forecast, StepPlanner
 from megatron_prefix.plan.timetable import message_gaps
 from megatron_prefix.run.step_reader import uncollected
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
@@ -101,7 +101,7 @@ class Case:
 CASES = (
     Case("PP8, packs of 16,384", (1024, 4096, 16384), pp=8),
     Case("PP8, one rollout a microbatch", (256, 1024, 4096), pp=8, pack=0),
-    Case("PP4, agents of 100 turns", (1, 4, 16), pp=4, rollouts=agents_of),
+    Case("PP4, agents of 100 turns", (4, 16, 64), pp=4, rollouts=agents_of),
     Case("PP8 x VPP4, packs of 16,384", (256, 1024, 4096), pp=8, vpp=4),
     Case("PP32, packs of 16,384", (1024, 4096), pp=32),
     Case("one rank, packs of 16,384", (4096, 16384, 65536)),
@@ -183,12 +183,12 @@ class Planner:
         sizes = pack_sizes([len(r) for r in rollouts], self.case.pack) if self.case.pack else None
         owners = [n for n, size in enumerate(sizes or [1] * len(rollouts)) for _ in range(size)]
         self.trees, begin = 0.0, time.process_time()
-        _, forest = self.steps.build(
-            rollouts, owners,
-            lambda joint, plan: self.forecast(joint.forest, owners, plan), self.find,
-        )  # fmt: skip
-        joint = JointForest.alone(forest, owners)
-        forecast = fitting(self.forecast(forest, owners, plan) for plan in self.steps.plans(joint))
+
+        def judge(joint: JointForest, plan: Plan) -> Forecast:
+            return self.forecast(joint.forest, owners, plan)
+
+        _, forest = self.steps.build(rollouts, owners, judge, self.find)
+        forecast = self.steps.fitting(JointForest.alone(forest, owners), judge)
         plan = forecast.plan
         for chunk in range(plan.num_chunks):
             payload_map(plan.segments, plan.actions_of(0, chunk))

@@ -30,8 +30,7 @@ from megatron_prefix.plan.cost import FLOPS_PER_SECOND
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of, predict
-from megatron_prefix.plan.step_planner import Forecast, StepPlanner, fitting
-from megatron_prefix.tree import Forest
+from megatron_prefix.plan.step_planner import Forecast, StepPlanner
 
 SETS = {"gsm8k": 60, "math_cot": 16, "rag_musique": 8, "rag_hotpot_llm": 8}
 SETS |= {"tau2_mixed": 8, "tau_airline": 8}
@@ -51,23 +50,22 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
     cost, static, stock = cost_of(spec), 6.0 * spec.parameters() / pp, 0.0
     seconds = cost.in_seconds(FLOPS_PER_SECOND["cuda"], args.layers, pp)
 
-    def chosen(forest: Forest, plan: Plan) -> Forecast:
+    def judge(joint: JointForest, plan: Plan) -> Forecast:
         nonlocal stock
-        heaviest = heaviest_stock_plan(forest, [owners], pp)
+        heaviest = heaviest_stock_plan(joint.forest, [owners], pp)
         stock = max(one.peak for one in predict_memory(heaviest, footprint))
         limit = limit_of(stock, static)
         kept = automatic(plan, footprint, cost, Rates(1.0, 1.0), limit, False)
         plan = replace(plan, policies=kept)
         peak = max(one.peak for one in predict_memory(plan, footprint))
-        predicted = predict(seconds, forest, owners, plan)
+        predicted = predict(seconds, joint.forest, owners, plan)
         return Forecast(plan, plan, peak, limit, predicted, not any(kept))
 
     config = PrefixConfig(segment_tokens=args.segment_tokens)
     planner, took = StepPlanner(config, seconds, 1, pp, 1, None), -time.perf_counter()
-    _, forest = planner.build(rollouts, owners, lambda joint, plan: chosen(joint.forest, plan))
+    _, forest = planner.build(rollouts, owners, judge)
     took += time.perf_counter()
-    plans = planner.plans(JointForest.alone(forest, owners))
-    plan, _, peak, *_ = fitting(chosen(forest, one) for one in plans)
+    plan, _, peak, *_ = planner.fitting(JointForest.alone(forest, owners), judge)
     longest = max(segment.padded_length for segment in forest.segments)
     before, now = ((peak + static) / GIB for peak in (stock, peak))
     order, recomputed = ("in groups", "shuffled")[shuffle], plan.policies.count("recompute")

@@ -7,12 +7,9 @@ cached, as further passes over the same rollouts (log-probs, several epochs) nee
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from megatron_prefix import features
 from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
@@ -27,8 +24,6 @@ from megatron_prefix.tree.packing import MicrobatchRows
 ALIKE = 0.1
 """Share by which seconds and limit of a step may differ from those of the last one whose lengths
 were searched for: it takes the same, as searching takes several times as long as one plan."""
-LIGHT = 1.06
-"""Times its forwards, at most, that a light plan runs in forwards and again in backwards."""
 STAYS = 0.15
 """Where lengths are to come again, as something is kept for each, other ones take the place of the
 last step's if that is predicted to save this share of a step: forecasts of lengths that have not
@@ -65,18 +60,12 @@ class Forecast(NamedTuple):
         """Whether the search for a plan can stop."""
         return self.retains and not self.over
 
-    @property
-    def is_light(self) -> bool:
-        """Whether what runs again is hardly more than activation functions."""
-        forwards, backwards = np.split(self.prediction.prefix_features, 2)
-        return self.retains or bool((forwards <= LIGHT * backwards).all())
-
     def is_like(self, other: Forecast) -> bool:
-        """Whether it keeps the limit, and its step is about as large as another."""
+        """Whether its step is about as large as another."""
         mine, theirs = ((of.limit, *of.prediction[2:]) for of in (self, other))
         pairs = zip(mine, theirs, strict=True)  # limits may be infinite
         near = all(a == b or abs(a - b) <= ALIKE * b for a, b in pairs)
-        return near and not self.over and self.settles == other.settles
+        return near and self.settles == other.settles
 
     @property
     def order(self) -> tuple[float, float]:
@@ -121,8 +110,7 @@ class StepPlanner:
         joins = joins and config.min_gain > 0
         joins = joins and not (config.chunk_tokens or config.cache_host_layers or config.plan_file)
         self.options = replace(config.tree_options(align, pad_multiple), joins=joins, even=even)
-        self._shape = num_ranks, num_chunks
-        self._memory = config.memory
+        self._shape, self._memory = (num_ranks, num_chunks), config.memory
         self._lengths = segment_lengths(config, num_ranks)
         # Longest segments have fewest launches; in a pipeline shorter ones may wait less.
         self._least = len(self._lengths) if config.segment_tokens == "auto" else min(2, num_ranks)
@@ -133,17 +121,17 @@ class StepPlanner:
         # If memory is short, stages run less ahead; a single stage never runs ahead.
         less = (*range(config.run_ahead - 1, 0, -1), 0.5, 0) if num_ranks > 1 else ()
         self._lookaheads = config.run_ahead, *less
-        # By kind of step what a search chose: the forecast, the length, whether any are joined.
+        # By kind of step what a search chose: the forecast, the length, whether any are joined; by
+        # kind of segments the first plan's forecast, and the number of the least.
         self._searched: dict[tuple[bool, bool], tuple[Forecast, int, bool]] = {}
+        self._least_of: dict[tuple[int, bool], tuple[Forecast, int]] = {}
         self._chooser = None
         if config.chunk_tokens == "auto":
             self._chooser = features.load(features.CHUNK_LENGTHS)(
                 num_ranks, num_chunks, config.run_ahead, group_size, cost.segment
             )
-        pipeline: dict[str, Any] = dict(num_chunks=num_chunks, group_size=group_size)
-        self._best = functools.lru_cache(maxsize=16)(
-            functools.partial(best_plan, num_ranks=num_ranks, **pipeline)
-        )
+        best = functools.partial(best_plan, num_ranks=num_ranks, num_chunks=num_chunks)
+        self._best = functools.lru_cache(maxsize=16)(functools.partial(best, group_size=group_size))
 
     def build(
         self,
@@ -182,7 +170,7 @@ class StepPlanner:
         if most is None and kind in self._searched:
             last, length, joined = self._searched[kind]
             before = self._fastest([judged(joined, length, again=True)], judge), joined
-            if before[0][0].is_like(last):
+            if not before[0][0].over and before[0][0].is_like(last):
                 return length, before[0][2].forest
         chosen = self._search(judged, judge, joins=joins)
         if before is not None and self._stays(before[0][0], chosen[0][0]):
@@ -211,15 +199,14 @@ class StepPlanner:
         return self._fastest(tried, judge), joined
 
     def _fastest(self, tried: Sequence[Tried], judge: Judge) -> Tried:
-        every = [*tried, *self._less_ahead(tried, judge)]
-        return min(every, key=lambda entry: entry[0].order)
+        return min([*tried, *self._less_ahead(tried, judge)], key=lambda entry: entry[0].order)
 
     def _less_ahead(self, tried: Sequence[Tried], judge: Judge) -> Iterator[Tried]:
         """Segments over the limit with stages that run less ahead, which wait more, while they take
         less time than others within it."""
         best = min((entry[0].order for entry in tried), default=(0.0, 0.0))
         for forecast, length, joint in tried:
-            plans = itertools.islice(self.plans(joint), 1, None)
+            plans = self.plans(joint, 1)
             while forecast.over and (0.0, forecast.prediction.prefix_seconds) < best:
                 plan = next(plans, None)
                 if plan is None:
@@ -278,12 +265,30 @@ class StepPlanner:
             options = replace(options, chunk_tokens=chosen)
         return replace(shared, options=options).forest(microbatch_of=microbatch_of, rows=rows)
 
-    def plan(self, joint: JointForest) -> Plan:
-        return next(self.plans(joint))
+    def fitting(self, joint: JointForest, judge: Judge) -> Forecast:
+        """The least in order of the step's plans; none is made behind a first one that settles the
+        search. A step like the last one that was searched takes what was the least there."""
+        first = judge(joint, self.plan(joint))
+        if first.settles:
+            return first
+        kind = joint.num_pipelines, bool(joint.union.exchanges)
+        last, number = self._least_of.get(kind, (None, 0))
+        if last is not None and first.is_like(last):
+            again = judge(joint, self.plan(joint, number)) if number else first
+            least = min(first, again, key=lambda one: one.order)
+            if not least.over:
+                return least
+        tried = [first, *(judge(joint, plan) for plan in self.plans(joint, 1))]
+        number, least = min(enumerate(tried), key=lambda pair: pair[1].order)
+        self._least_of[kind] = first, number
+        return least
 
-    def plans(self, joint: JointForest) -> Iterator[Plan]:
-        """The rank's plans: the user's if there is one, else the planner's best, then those whose
-        stages run less ahead and so hold less.
+    def plan(self, joint: JointForest, number: int = 0) -> Plan:
+        return next(self.plans(joint, number))
+
+    def plans(self, joint: JointForest, first: int = 0) -> Iterator[Plan]:
+        """The rank's plans, from number `first` on: the user's if there is one, else the planner's
+        best, then those whose stages run less ahead and so hold less.
 
         Raises:
             UserError: the user's plan is of another step or pipeline.
@@ -295,7 +300,7 @@ class StepPlanner:
             plan = self._file.fitting(joint.forest, *self._shape, joint.microbatch_of)
             yield replace(plan, policies=plan.policies or default_policies, **overrides)
             return
-        for lookahead in self._lookaheads:
+        for lookahead in self._lookaheads[first:]:
             owners = joint.union_microbatch_of
             plan = self._best(joint.union, microbatches=owners, run_ahead=lookahead)
             yield replace(plan, policies=default_policies, **overrides)
@@ -303,18 +308,6 @@ class StepPlanner:
 
 def _find_here(rollouts: Sequence[Pairs], options: TreeOptions) -> Tries:
     return find_shared(rollouts, options=options)
-
-
-def fitting(forecasts: Iterator[Forecast]) -> Forecast:
-    """The least in order. No other is made behind one within the limit that recomputes hardly
-    anything, or takes longer than one before: those that follow run less ahead."""
-    tried = list[Forecast]()
-    for forecast in forecasts:
-        tried.append(forecast)
-        best = min(tried, key=lambda one: one.order)
-        if not forecast.over and (forecast.is_light or best is not forecast):
-            break
-    return best
 
 
 def segment_lengths(config: PrefixConfig, num_ranks: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ ask one another (run/agreement.py).
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import Decision, decide, kept_to_limit, unshared, without_sharing
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
-from megatron_prefix.plan.step_planner import Find, Forecast, Judge, StepPlanner, fitting
+from megatron_prefix.plan.step_planner import Find, Forecast, Judge, StepPlanner
 from megatron_prefix.refusals.own_errors import softened
 from megatron_prefix.refusals.table import SCALES_ORDER
 from megatron_prefix.run import agreement
@@ -169,7 +170,7 @@ class Planning:
         last = self._beside.get(self.planner(request))
         least = 0.0 if last is None or math.isinf(last.limit) else last.limit
 
-        return lambda joint, plan: self._forecast(plan, joint, request, least)
+        return functools.partial(self._forecast, request=request, least=least)
 
     def forecast(
         self, forest: Forest, microbatch_of: Sequence[int], request: Request
@@ -180,11 +181,11 @@ class Planning:
         return self._fitting(joint, request).prediction
 
     def _fitting(self, joint: JointForest, request: Request) -> Forecast:
-        plans = self.planner(request).plans(joint)
-        return fitting(self._forecast(plan, joint, request) for plan in plans)
+        judge = functools.partial(self._forecast, request=request)
+        return self.planner(request).fitting(joint, judge)
 
     def _forecast(
-        self, plan: Plan, joint: JointForest, request: Request, least: float = 0.0
+        self, joint: JointForest, plan: Plan, *, request: Request, least: float = 0.0
     ) -> Forecast:
         rank, peak, limit = request.rank, 0.0, 0.0
         if not rank.forward_only:

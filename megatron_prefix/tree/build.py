@@ -92,8 +92,8 @@ class Tries:
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
-            exchanges=tuple(packed.exchanges), rounds=tuple(packed.rounds) if rows else (),
-            pad_multiple=options.pad_multiple,
+            exchanges=tuple(packed.exchanges), pad_multiple=options.pad_multiple,
+            rounds=tuple(part.round for part in packed.nodes) if rows else (),
         )  # fmt: skip
 
     def _packed(self, roots: list[Node], options: TreeOptions, owner: Sequence[int]) -> Packing:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import heapq
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -67,9 +69,6 @@ class Rounds:
 
     Attributes:
         inner: per round the (depth, node) of `inner` that it is the first to need.
-        leaves: per round the nodes in which rollouts end, each with the round's rollouts among
-            them.
-        lasting: per round the leaves that it and later rounds share, with all their rollouts.
     """
 
     def __init__(
@@ -81,6 +80,7 @@ class Rounds:
         rows: MicrobatchRows | None,
     ) -> None:
         self._owner, self._multiple, self._budget = owner, options.multiple, options.segment_tokens
+        self._leaves, self._least = leaves, options.segment_gain
         inner = [*inner]
         if rows is None:
             rows_of: Any = self._rows(node for _, node in inner), self._rows(leaves)
@@ -93,32 +93,28 @@ class Rounds:
             microbatch: number for number, members in enumerate(rounds) for microbatch in members
         }
         self.inner: list[list[tuple[int, Node]]] = [[] for _ in rounds]
-        self.leaves: list[list[tuple[Node, list[int]]]] = [[] for _ in rounds]
-        self.lasting: list[list[tuple[Node, list[int]]]] = [[] for _ in rounds]
         for depth, node in inner:
             self.inner[self._round_of[self._first(node)]].append((depth, node))
-        for node in leaves:
-            if ending := node.ending() if node.children else node.members:
-                self._place(node, ending, options.segment_gain)
 
     def _first(self, node: Node) -> int:
         return min(map(self._owner.__getitem__, node.members))
 
-    def _place(self, leaf: Node, ending: list[int], least: int) -> None:
-        """Puts the rollouts that end in a node into their rounds. Equal rollouts of several rounds
-        share a leaf, whose segment waits for all their losses, if that saves `least` positions."""
-        if len(ending) == 1:
-            number = self._round_of[self._owner[ending[0]]]
-            self.leaves[number].append((leaf, ending))
-            return
-        parts: dict[int, list[int]] = {}
-        for member in ending:
-            parts.setdefault(self._round_of[self._owner[member]], []).append(member)
-        if len(parts) > 1 and (len(parts) - 1) * (leaf.end - leaf.start) >= least:
-            self.lasting[min(parts)].append((leaf, ending))
-            return
-        for number, members in parts.items():
-            self.leaves[number].append((leaf, members))
+    def leaves(self) -> list[tuple[tuple[int, bool], list[tuple[Node, list[int]]]]]:
+        """By round the nodes in which rollouts end, each with the round's rollouts among them;
+        before those the nodes that it and later rounds share (False), with all their rollouts.
+
+        Equal rollouts of several rounds share a leaf, whose segment waits for all their losses, if
+        that saves `segment_gain` positions.
+        """
+        leaves: dict[tuple[int, bool], list[tuple[Node, list[int]]]] = {}
+        for leaf in self._leaves:
+            parts: dict[int, list[int]] = {}
+            for member in (ending := leaf.ending() if leaf.children else leaf.members):
+                parts.setdefault(self._round_of[self._owner[member]], []).append(member)
+            lasts = len(parts) > 1 and (len(parts) - 1) * (leaf.end - leaf.start) >= self._least
+            for number, members in ((min(parts), ending),) if lasts else parts.items():
+                leaves.setdefault((number, not lasts), []).append((leaf, members))
+        return sorted(leaves.items())
 
     def num(self, rollouts: Iterable[int]) -> int:
         return len({self._round_of[self._owner[rollout]] for rollout in rollouts})
@@ -185,10 +181,13 @@ class ExchangedSegment(NamedTuple):
 
 
 class _Nodes(NamedTuple):
-    """The nodes of a segment; `source`, `scored`: see Segment; None: derived from the losses."""
+    """The nodes of a segment, its round, and its padded length; `source`, `scored`: see Segment;
+    None: derived from the losses."""
 
     nodes: Sequence[Node]
     inner: bool
+    round: int
+    length: int
     source: int = -1
     scored: bool | None = None
 
@@ -196,9 +195,12 @@ class _Nodes(NamedTuple):
 class Packing:
     """The segments of trees.
 
+    Most are only tried, for what their inner segments save, so waves are made when `nodes` is first
+    read.
+
     Attributes:
         inner: the nodes of every inner segment that does not cross ranks.
-        rounds: number of every segment's round.
+        nodes: of every segment.
     """
 
     def __init__(
@@ -211,32 +213,25 @@ class Packing:
         rows: MicrobatchRows | None = None,
     ) -> None:
         self.roots = roots
-        self.lengths: list[int] = []
         self.inner: list[Sequence[Node]] = []
         self.exchanges: list[Exchange] = []
-        self.rounds: list[int] = []
         self._first, self._options, self._multiple = first_trained, options, options.multiple
-        # By id of nodes, all of which outlive this object.
+        # By id of nodes, all of which outlive this object. Paths count inner segments alone.
         self._paths: dict[int, tuple[Place, ...]] = {}  # to what others read, root first
         self._parents: dict[int, Node] = {}
-        self._nodes: list[_Nodes] = []
+        self._read: list[_Nodes] = []
         leaves = [node for node in preorder(roots) if node.joins or not node.children]
         self._rounds = rounds = Rounds(self._inner(roots), leaves, owner, options, rows)
-        self._round = 0
         if exchanged:
             nodes = {node.common: node for node in preorder(roots) if node.common >= 0}
             self._cross(exchanged, nodes)
         for together in rounds.together():
-            self._round = together[0]
             levels: dict[int, list[Node]] = collections.defaultdict(list)
             for depth, node in itertools.chain(*(rounds.inner[number] for number in together)):
                 levels[depth].append(node)
             for depth in sorted(levels):
-                self._fill(levels[depth], inner=True)
-            for number in together:
-                self._round = number
-                self._fill(self._trees(rounds.lasting[number]), inner=False)
-                self._fill(self._trees(rounds.leaves[number]), inner=False)
+                for added in self._filled(levels[depth], together[0], inner=True):
+                    self._add(added)
 
     def saved(self, node: Node) -> int:
         """Positions that the node's own segment saves: without it the node runs once in every round
@@ -250,11 +245,12 @@ class Packing:
 
     def _cross(self, exchanged: Sequence[ExchangedSegment], nodes: Mapping[int, Node]) -> None:
         for segment in exchanged:
-            self.exchanges.append(Exchange(len(self.lengths), segment.peers, segment.depth))
+            self.exchanges.append(Exchange(len(self._read), segment.peers, segment.depth))
             # Losses of any rank may look at any of its positions.
             local = [nodes[number] for number in segment.spans]
             length = sum(node.padded(self._multiple) for node in local)
-            self._add(_Nodes(local, True, segment.source, segment.scored), length)
+            length += self._options.missing(length) if segment.source < 0 else 0
+            self._add(_Nodes(local, True, 0, length, segment.source, segment.scored))
 
     def _inner(self, roots: Sequence[Node]) -> Iterator[tuple[int, Node]]:
         level = [node for node in roots if node.children]
@@ -301,8 +297,8 @@ class Packing:
             self._parents[id(node)] = parent
         return node
 
-    def _fill(self, nodes: Sequence[Node], *, inner: bool) -> None:
-        """Adds nodes as the fewest segments of about equal length; waves include descendants.
+    def _filled(self, nodes: Sequence[Node], number: int, *, inner: bool) -> Iterator[_Nodes]:
+        """Nodes as a round's fewest segments of about equal length; waves include descendants.
 
         Siblings are neighbours, so that they are one run of queries.
         """
@@ -313,41 +309,55 @@ class Packing:
             for node in ordered
         ]  # fmt: skip
         for start, stop in even_parts(lengths, self._options.segment_tokens):
-            self._add(_Nodes(ordered[start:stop], inner), sum(lengths[start:stop]))
+            length = sum(lengths[start:stop])
+            padded_length = length + self._options.missing(length)
+            yield _Nodes(ordered[start:stop], inner, number, padded_length)
 
-    def _add(self, added: _Nodes, length: int) -> None:
-        """Adds a segment; its spans are made when `segments` is first read."""
-        if added.inner:
-            index = len(self.lengths)
-            for number, node in enumerate(added.nodes):
-                self._paths[id(node)] = (*self._above(node), Place(index, number))
-            if added.nodes[0].common < 0:
-                self.inner.append(added.nodes)
-        missing = self._options.missing(length) if added.source < 0 else 0
-        self.lengths.append(length + missing)
-        self.rounds.append(self._round)
-        self._nodes.append(added)
+    def _add(self, added: _Nodes) -> None:
+        """Adds an inner segment; its spans are made when `segments` is first read."""
+        for number, node in enumerate(added.nodes):
+            self._paths[id(node)] = (*self._above(node), Place(len(self._read), number))
+        if added.nodes[0].common < 0:
+            self.inner.append(added.nodes)
+        self._read.append(added)
 
     def _above(self, node: Node) -> tuple[Place, ...]:
         parent = self._parents.get(id(node))
         return () if parent is None else self._paths[id(parent)]
 
+    @functools.cached_property
+    def nodes(self) -> list[_Nodes]:
+        leaves = self._rounds.leaves()
+        waves = (self._filled(self._trees(ends), key[0], inner=False) for key, ends in leaves)
+        return [*heapq.merge(self._read, *waves, key=operator.attrgetter("round"))]
+
+    @functools.cached_property
+    def _places(self) -> list[int]:
+        return [index for index, added in enumerate(self.nodes) if added.inner]
+
+    def _parent(self, node: Node) -> Place | None:
+        path = self._above(node)
+        return path[-1]._replace(segment=self._places[path[-1].segment]) if path else None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [added.length for added in self.nodes]
+
     @property
     def parents(self) -> list[set[int]]:
-        above = (map(self._above, added.nodes) for added in self._nodes)
-        return [{path[-1].segment for path in paths if path} for paths in above]
+        above = (map(self._parent, added.nodes) for added in self.nodes)
+        return [{place.segment for place in places if place} for places in above]
 
     @functools.cached_property
     def segments(self) -> list[Segment]:
-        return [self._segment(index, added) for index, added in enumerate(self._nodes)]
+        return [self._segment(index, added) for index, added in enumerate(self.nodes)]
 
     def _segment(self, index: int, added: _Nodes) -> Segment:
         if not added.inner and any(node.children for node in added.nodes):
-            trees = itertools.groupby(added.nodes, self._above)
-            siblings = [([*nodes], path[-1] if path else None) for path, nodes in trees]
+            trees = itertools.groupby(added.nodes, self._parent)
+            siblings = [([*nodes], parent) for parent, nodes in trees]
             return joined_segment(index, siblings, self._first, self._options)
-        above = zip(added.nodes, map(self._above, added.nodes), strict=True)
-        spans = tuple(node.span(self._multiple, path[-1] if path else None) for node, path in above)
+        spans = tuple(node.span(self._multiple, self._parent(node)) for node in added.nodes)
         scored = added.scored
         if scored is None:
             scored = any(self._first[m] < span.end for span in spans for m in span.rollouts)

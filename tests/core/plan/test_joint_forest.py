@@ -1,6 +1,8 @@
 """Pipelines side by side: one plan for all. That jobs of them end: tests/lab/plans/test_job.py."""
 
 from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -62,9 +64,7 @@ def test_a_plan_of_the_union_is_one_for_all(rng, num, num_ranks, num_chunks):
     for make in (make_plan, best_plan):
         union, microbatches = found[0].union, found[0].union_microbatch_of
         joint = make(union, num_ranks, num_chunks=num_chunks, microbatches=microbatches)
-        simulate(
-            joint, ready_after=loss_ready_after(union, microbatches)
-        )  # what any of them waits for
+        simulate(joint, ready_after=loss_ready_after(union, microbatches))  # what any waits for
         plans = [Plan(each.forest.segments, joint.programs, num_chunks) for each in found]
         for plan, needs in zip(plans, ready_after, strict=True):
             simulate(plan, ready_after=needs)
@@ -76,9 +76,8 @@ def test_a_plan_of_the_union_is_one_for_all(rng, num, num_ranks, num_chunks):
 @settings(max_examples=rounds(30, 500))
 def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num):
     forests, microbatches_of = some(rng, num)
-    for forest, microbatch_of, found in zip(
-        forests, microbatches_of, all_of(forests, microbatches_of), strict=True
-    ):
+    every = zip(forests, microbatches_of, all_of(forests, microbatches_of), strict=True)
+    for forest, microbatch_of, found in every:
         filled = found.forest
         real = [index for index, s in enumerate(filled.segments) if s.spans[0].rollouts]
         own = dict(zip(real, range(len(real)), strict=True))
@@ -148,6 +147,8 @@ def _as_joined(segments):
 # `segment_tokens` "auto": the fastest length that fits --------------------------------------------
 
 COST = CostModel.of_flops(1.0, 1.0, 0.0)
+ROLLOUTS, _ = flat_rollouts(100, 900, 4, 20)
+OWNERS = list(range(len(ROLLOUTS)))
 
 
 def forecast(plan, over, seconds, *, retains):
@@ -158,7 +159,6 @@ def forecast(plan, over, seconds, *, retains):
 
 def chosen(room, per_action, given="auto", most=None):
     """The longest segment, where at most `room` positions fit and an action costs so much."""
-    rollouts, _ = flat_rollouts(100, 900, 4, 20)
     planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, 1, 1, 1, None)
 
     def judge(_, plan):
@@ -166,7 +166,7 @@ def chosen(room, per_action, given="auto", most=None):
         seconds = sum(s.padded_length + per_action for s in plan.segments)
         return forecast(plan, max(0, longest - room), seconds, retains=True)
 
-    _, forest = planner.build(rollouts, list(range(len(rollouts))), judge, most=most)
+    _, forest = planner.build(ROLLOUTS, OWNERS, judge, most=most)
     return max(segment.padded_length for segment in forest.segments)
 
 
@@ -187,19 +187,16 @@ def test_a_given_length_is_halved_only_to_keep_the_limit():
     assert 1024 < chosen(room=10, per_action=500.0, given=1900) <= 1900
 
 
+def predicted(seconds, _, plan):
+    return forecast(plan, 0.0, seconds, retains=True)
+
+
 def test_what_a_search_chose_serves_for_steps_alike():
-    rollouts, _ = flat_rollouts(100, 900, 4, 20)
-    planner = StepPlanner(PrefixConfig(segment_tokens="auto"), COST, 1, 1, 1, None)
-    tries = []
+    planner, tries = StepPlanner(PrefixConfig(segment_tokens="auto"), COST, 1, 1, 1, None), []
     for seconds in (1.0, 1.05, 1.2, 1.2):
-        judged = []
-
-        def judge(_, plan, seconds=seconds, judged=judged):
-            judged.append(plan)
-            return forecast(plan, 0.0, seconds, retains=True)
-
-        planner.build(rollouts, list(range(len(rollouts))), judge)
-        tries.append(len(judged))
+        judge = Mock(side_effect=partial(predicted, seconds))
+        planner.build(ROLLOUTS, OWNERS, judge)
+        tries.append(judge.call_count)
     assert tries == [5, 1, 6, 1]
 
 
@@ -209,7 +206,6 @@ def test_what_a_search_chose_serves_for_steps_alike():
 ])  # fmt: skip
 def test_lengths_that_are_to_come_again_stay(even, saves, over, stays):
     """Unless others save much, or they no longer keep the limit."""
-    rollouts, _ = flat_rollouts(100, 900, 4, 20)
     planner = StepPlanner(PrefixConfig(), COST, 1, 1, 1, None, even=even)
 
     def longest(slower, faster, over=0.0):
@@ -217,25 +213,39 @@ def test_lengths_that_are_to_come_again_stay(even, saves, over, stays):
             is_long = max(segment.padded_length for segment in plan.segments) > 4096
             return forecast(plan, over * is_long, slower if is_long else faster, retains=False)
 
-        return planner.build(rollouts, list(range(len(rollouts))), judge)[0]
+        return planner.build(ROLLOUTS, OWNERS, judge)[0]
 
     first = longest(1.0, 2.0)
     assert first > 4096
     assert (longest(3.0, 3.0 * (1 - saves), over) == first) is stays
 
 
+def test_how_far_stages_run_ahead_serves_for_steps_alike():
+    """Where segments are recomputed, while the limit is kept."""
+    planner, tries = StepPlanner(PrefixConfig(), COST, 1, 4, 1, None), []
+    joint = JointForest.alone(planner.build(ROLLOUTS, OWNERS)[1], OWNERS)
+    waits = dict(zip(planner.plans(joint), (2, 3, 1, 2), strict=True))
+
+    def waiting(seconds, over, _, plan):
+        return forecast(plan, over, seconds * waits[plan], retains=False)
+
+    for step in ((1.0, 0.0), (1.05, 0.0), (1.05, 1.0), (1.2, 0.0)):
+        judge = Mock(side_effect=partial(waiting, *step))
+        assert waits[planner.fitting(joint, judge).plan] == 1
+        tries.append(judge.call_count)
+    assert tries == [4, 2, 5, 4]
+
+
 def test_stages_run_less_ahead_before_segments_are_cut():
     """Where that is faster; here only segments cost time."""
-    rollouts, _ = flat_rollouts(100, 900, 4, 20)
-    owners = list(range(len(rollouts)))
     planner = StepPlanner(PrefixConfig(), COST, 1, 4, 1, None)
 
     def judge(_, plan):
         over = max(0.0, max(plan.peak_positions) - 40000)
         return forecast(plan, over, float(len(plan.segments)), retains=True)
 
-    _, forest = planner.build(rollouts, owners, judge)
-    plans = [*planner.plans(JointForest.alone(forest, owners))]
+    _, forest = planner.build(ROLLOUTS, OWNERS, judge)
+    plans = [*planner.plans(JointForest.alone(forest, OWNERS))]
     peaks = [max(plan.peak_positions) for plan in plans]
     assert peaks == sorted({*peaks}, reverse=True) and len(peaks) == 4
     assert peaks[0] > 40000 > peaks[-1]

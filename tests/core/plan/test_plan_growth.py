@@ -68,31 +68,23 @@ def test_a_step():
     assert exponent(STEP.sizes, lambda n: partial(Planner(STEP).plan, ROLLOUTS(n))) < MOST
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_peaks(num_chunks):
-    def work_of(size):
-        plan = all_alive(size, num_chunks)
-        return partial(footprint(plan).peaks, plan)
-
-    assert exponent((64, 256), work_of) < MOST
+def peaks(plan):
+    return partial(footprint(plan).peaks, plan)
 
 
-def test_policies():
-    def work_of(size):
-        plan = all_alive(size)
-        free = 0.7 * max(memory.peak for memory in footprint(plan).peaks(plan))
-        cost = CostModel.of_flops(1.0, 1.0, 0.0)
-        return partial(automatic, plan, footprint(plan), cost, Rates(1.0, 1.0), free, False)
-
-    assert exponent((64, 256), work_of) < MOST
+def policies(plan):
+    free = 0.7 * max(memory.peak for memory in footprint(plan).peaks(plan))
+    cost = CostModel.of_flops(1.0, 1.0, 0.0)
+    return partial(automatic, plan, footprint(plan), cost, Rates(1.0, 1.0), free, False)
 
 
-def test_payload_maps():
-    def work_of(size):
-        plan = all_alive(size)
-        return partial(payload_map, plan.segments, plan.actions_of(0, 0))
+def places(plan):
+    return partial(payload_map, plan.segments, plan.actions_of(0, 0))
 
-    assert exponent((64, 256), work_of) < MOST
+
+@pytest.mark.parametrize(("work", "chunks"), [(peaks, 1), (peaks, 2), (policies, 1), (places, 1)])
+def test_a_part_of_it(work, chunks):
+    assert exponent((64, 256), lambda size: work(all_alive(size, chunks))) < MOST
 
 
 SPEC = resolve("llama3-8b")
