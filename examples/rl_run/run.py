@@ -252,7 +252,9 @@ def policy_updates(
     """One run of GRPO; a row of figures an update."""
     from megatron_prefix.lab.models.build import unwrap
     from megatron_prefix.lab.rl.trainer import Trainer
+    from megatron_prefix.run.execute.memory_control import free_memory
 
+    free_memory()  # a trainer and its model refer to each other: the last run's would be in peaks
     task = Task(scale.prompt_tokens, scale.most_records)
     settings = settings_of(scale, scale.groups, scale.policy_rate, run, kl)
     begin = RolloutSet(tuple(task.demonstrations(n, 1) for n in range(scale.groups)))
