@@ -392,8 +392,8 @@ _GRAPHS = (
     _graphs(
         "others-graphs-stay-beside",
         "features/graphs/layers.py",
-        "        is_first = needs.is_light and not self._needs.is_light",
-        "        is_first = False",
+        "            has_light = fewer[graphs.passes] or",
+        "            has_light =",
         "tests/core/features/graphs/test_graphs_memory.py",
     ),
     _graphs(
@@ -1377,6 +1377,18 @@ _FEATURES = (
         "        kind.refusal = copy.copy(agree(refusal, groups, rank.device))",
         "        agree(refusal, groups, rank.device)",
         f"{_F}/watch/test_first_step.py tests/core/alignment/test_schedule_contract.py",
+    ),
+    _feature(
+        "watch-blames-steps-for-calls-beside", "features/watch/first_step.py",
+        "if step.state is None else step.state.own():",
+        "if step else step.state.own():",
+        f"{_F}/watch/test_first_step.py",
+    ),
+    _feature(
+        "watch-misses-what-stays-switched", "features/watch/first_step.py",
+        "            for change in step.state.changes(inner=inner)[:1]:",
+        "            for change in []:",
+        f"{_F}/watch/test_first_step.py",
     ),
     _feature(
         "scales-of-losses-unread", "features/watch/first_step.py",

@@ -182,11 +182,6 @@ class Needs(NamedTuple):
     kept: tuple[int, ...] = ()
     kept_plain: bool = False
 
-    @property
-    def is_light(self) -> bool:
-        """Whether activations alone run again of all of them that have graphs."""
-        return not (self.plain or self.kept_plain)
-
     @classmethod
     def of(cls, plan: Plan, most: int) -> Needs:
         """Of a plan whose segments of up to `most` positions have graphs."""

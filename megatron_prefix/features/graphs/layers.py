@@ -230,9 +230,10 @@ class LayerGraphs:
         of theirs, where the last step's did not."""
         plain = max(LIGHTER * needs.longest, needs.plain) / self._ranks
         kept = Counter(place // self._ranks for place in needs.kept)
-        is_first = needs.is_light and not self._needs.is_light
+        before = self._needs
+        fewer = {True: needs.plain < before.plain, False: needs.kept_plain < before.kept_plain}
         for graphs in self._free:
-            has_light = is_first or graphs.longest(taps_mlps=True)
+            has_light = fewer[graphs.passes] or graphs.longest(taps_mlps=True)
             others = has_light and graphs.longest(taps_mlps=False)
             if graphs.passes:
                 if graphs.most == needs.longest // self._ranks and others <= plain:

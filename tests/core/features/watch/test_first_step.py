@@ -149,6 +149,33 @@ def test_a_mask_over_tokens_leaves_out_no_position(mode):
     steps.assert_gradients(found, wanted, 1000)
 
 
+class Slots(Trainer):
+    """Its forward step sets something of the model, before its call or by another call."""
+
+    def __init__(self, beside):
+        self.beside = beside
+
+    def step(self, iterator, model):
+        batch = next(iterator)
+        if not self.beside:
+            unwrap(model).slot = int(batch["uid"])
+        else:
+            with torch.no_grad():
+                model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return super().step(iter([batch]), model)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_a_call_beside_sets_is_no_forward_steps(beside):
+    model, schedule = small_model(), watching()
+    layer = unwrap(model).decoder.layers[0]
+    layer.register_forward_pre_hook(
+        lambda *_: setattr(layer, "seen", vars(layer).get("seen", 0) + 1)
+    )
+    one_group.run(schedule, model, Slots(beside))
+    assert schedule.report.decision.reason.endswith(table.SWITCHED.fix) is not beside
+
+
 # Whether a loss reads what a model has computed inside --------------------------------------------
 
 
