@@ -855,6 +855,150 @@ _OWN_GDN = (
     ),
 )
 
+# A trainer's own sparse attention ---------------------------------------------------------------
+
+_OWN_SPARSE = "tests/core/alignment/test_sparse.py -k own\ntests/test_cases.py -k 'own and sparse'"
+_OWN_SPARSE_RANKS = (
+    "tests/test_cases_on_ranks.py -k 'stock_schedules_step and cp2 and not cp2_ and not tp2'"
+)
+_own_sparse = _area("own-dsa", _OWN_SPARSE)
+_LAYER = "features/own_dsa/layer.py"
+_OWN_DSA = (
+    _own_sparse(
+        "keys-of-later-queries",
+        _LAYER,
+        "run.rows[: len(run.rows) - (run.stop - stop)]",
+        "run.rows",
+    ),
+    _own_sparse(
+        "own-key-unseen",
+        _LAYER,
+        "torch.zeros_like(last), last + 1, topk",
+        "torch.zeros_like(last), last.clamp(min=1), topk",
+    ),
+    _own_sparse(
+        "one-row-too-few",
+        _LAYER,
+        "chosen[local] = places.masked_fill(found < 0, -1)",
+        "chosen[local] = places.masked_fill(found <= 0, -1)",
+    ),
+    _own_sparse("rows-that-nobody-chose", _LAYER, "places.masked_fill(found < 0, -1)", "places"),
+    _own_sparse(
+        "blocks-begin-anew",
+        _LAYER,
+        "begin, self._begin = self._begin, self._begin + len(query)",
+        "begin, self._begin = 0, len(query)",
+    ),
+    _own_sparse(
+        "keys-without-padding", _LAYER, "            if num < topk:", "            if False:"
+    ),
+    _own_sparse(
+        "positions-from-zero",
+        _LAYER,
+        "self._running.rotary.of(self._rotary, self.view(context).positions)",
+        "self._running.rotary.of(self._rotary, torch.arange(len(self.view(context).positions)))",
+    ),
+    _own_sparse(
+        "gradients-from-below-dropped",
+        _LAYER,
+        "own = (own.to(wider(own.dtype)) + returned).to(own.dtype)",
+        "own = own.to(wider(own.dtype)).to(own.dtype)",
+    ),
+    _own_sparse("gradients-to-above-dropped", _LAYER, "(above, *zeros))", "(above * 0, *zeros))"),
+    _own_sparse(
+        "choice-forgotten-too-early",
+        _LAYER,
+        "if held is not None and not self.module.skip_topk:",
+        "if held is not None:",
+        why="a layer that follows is not among those that have chosen: nothing goes",
+    ),
+    _own_sparse(
+        "choice-not-kept",
+        _LAYER,
+        'self.module.config.recompute_granularity == "full" and self.module.training',
+        "False",
+    ),
+    _own_sparse(
+        "choice-is-never-forgotten",
+        _LAYER,
+        "            held.pop(self.module.layer_number, None)",
+        "            pass",
+        why="what layers have chosen only stays in memory, to the end of the step",
+    ),
+    _own_sparse(
+        "last-layer-leaves-nothing",
+        _LAYER,
+        "        if call.needs_rows_only:\n            query_grad, own =",
+        "        if call.needs_rows_only and False:\n            query_grad, own =",
+    ),
+    _own_sparse(
+        "rows-in-the-order-of-ranks",
+        _LAYER,
+        "return every if order is None else",
+        "return every if True else",
+        _OWN_SPARSE_RANKS,
+    ),
+    _own_sparse(
+        "gradients-in-the-order-of-positions",
+        _LAYER,
+        "returned = sent[0] if places is None else",
+        "returned = sent[0] if True else",
+        _OWN_SPARSE_RANKS,
+    ),
+    _own_sparse(
+        "positions-of-this-rank",
+        _LAYER,
+        "(positions,) = cache.exchange.gather(context.positions).wait()",
+        "positions = context.positions.repeat(size)",
+        _OWN_SPARSE_RANKS,
+    ),
+    _own_sparse(
+        "other-calls-not-seen",
+        "features/own_dsa/kind.py",
+        "called >= _CALLS[method] and called <= _CALLS[method] | _MAY_CALL",
+        "called >= _CALLS[method]",
+    ),
+    _own_sparse(
+        "replay-not-refused",
+        "features/own_dsa/kind.py",
+        'if getattr(replay, "enabled", False):',
+        "if False:",
+    ),
+    _own_sparse(
+        "followers-choose",
+        "features/own_dsa/kind.py",
+        "is_own = module is not None and module.skip_topk is self.follows",
+        "is_own = module is not None",
+    ),
+    _own_sparse(
+        "parts-of-a-pack-by-sample",
+        "run/calls.py",
+        "rows = (sum(self.lengths),) if self.packed else self.lengths",
+        "rows = self.lengths",
+        "tests/core/run/test_calls.py",
+    ),
+    _own_sparse(
+        "answers-in-the-zig-zag",
+        "run/execute/call_outputs.py",
+        "CallLayout(lengths, packed, slices=self._slices)",
+        "CallLayout(lengths, packed)",
+        _OWN_SPARSE_RANKS,
+    ),
+    _own_sparse(
+        "parts-read-as-the-zig-zag",
+        "run/read/step.py",
+        "return np.argsort(np.concatenate([np.arange(0), *held]))",
+        "return np.concatenate([np.arange(0), *held])",
+        _OWN_SPARSE_RANKS,
+    ),
+    _own_sparse(
+        "any-cut-is-taken",
+        "features/context_parallel/slices.py",
+        "part.kind.slices is not cut",
+        "False",
+    ),
+)
+
 # DeepSeek's sparse attention -----------------------------------------------------------------
 
 _SPARSE = "tests/core/alignment/test_sparse.py\ntests/test_cases.py -k dsa"
@@ -1417,5 +1561,6 @@ _FEATURES = (
 )  # fmt: skip
 
 MUTANTS: tuple[Mutant, ...] = (
-    *_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_DSA, *_ROUTES, *_BYTES, *_PLANS, *_FEATURES
+    *_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_OWN_DSA, *_DSA, *_ROUTES, *_BYTES, *_PLANS,
+    *_FEATURES,
 )  # fmt: skip

@@ -38,7 +38,7 @@ FAMILIES = {
 }
 """Families, and what names of models of each have; the first that fits counts."""
 TESTED = {
-    "sparse attention (DSA)": "dsa",
+    "sparse attention (DSA)": "dsa|own sparse",
     "multi-token prediction": "mtp",
     "trainers' own GatedDeltaNet": "own delta",
     "hybrid (Mamba2)": "mamba",

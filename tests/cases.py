@@ -6,8 +6,6 @@ tests/oracle/case.py, and the rows that name it. `tests/judge.py` runs a row, `t
 all of them; `python -m tests.oracle` draws cases from the same tables.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping
@@ -167,6 +165,14 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "dsa experts": _dsa({}),
     "dsa dense loss": _dsa(dsa_indexer_loss_coeff=0.5),
     "dsa sparse loss": _dsa(dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=True),
+    # A trainer's own, of packs; all layers choose, or follow what one before them has chosen.
+    **{f"own {name}": Family("tiny-deepseek", {**_LATENTS, **fields}, own_attention=True,
+                             around=f"own {name}")
+       for name, fields in (("sparse", {}), ("sparse sharing", {"num_layers": 4}))},
+    "own sparse rope": Family("tiny-deepseek", {**_LATENTS, "rope_type": "rope"},
+                              own_attention=True, around="own sparse"),
+    "own sparse experts": Family("tiny-deepseek", {"num_layers": 4}, own_attention=True,
+                                 around="own sparse sharing"),
     # A trainer's own GatedDeltaNet, of packs (slime, miles), by where the rule stands.
     **{f"own delta {net}": Family(own_attention=True, around=f"own delta {net}")
        for net in ("attribute", "global", "keywords")},

@@ -1,8 +1,6 @@
 """Settings of every test: one thread, one core if others are busy, repeatable examples, poisoned
 memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

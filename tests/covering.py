@@ -5,8 +5,6 @@
 prints how many pairs are in a row, and every row all of whose pairs others have too.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections import Counter

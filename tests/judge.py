@@ -4,8 +4,6 @@ One run of the stock schedule is compared with as many of ours as follow with th
 that differ in options, mode or what they expect alone stand together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """Faults that are put into the package on purpose: every one makes rows wrong, or the rows prove
 nothing. By name what replaces what."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

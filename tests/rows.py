@@ -8,8 +8,6 @@ Prints what is not as rows say, and how many rows ran, how many need another rel
 many lines the stock schedule itself fails there. The exit code is 1 if anything else is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

@@ -142,6 +142,22 @@ ROWS = [
     *(row(name, "chunks of 7") for name in ("own delta keywords", "own delta alone")),
     *_recomputed("own delta attribute", "selective", first=1),
     *_recomputed("own delta global", "full", "selective"),
+    # A trainer's own sparse attention.
+    *(
+        row(f"own sparse{more}", options)
+        for more, options in (
+            (" sharing", "recompute chunks"),
+            (" sharing", "offload"),
+            (" rope", "depth first"),
+            ("", "joined 64"),
+            ("", "chunks of 2"),
+            ("", "light chunks"),
+            (" experts", "small"),
+        )
+    ),
+    row("own sparse sharing", "whole", *TREE, "sidecar"),
+    row("own sparse sharing", "a layer on the host", session="evaluate"),
+    *_recomputed("own sparse sharing", "full", "block", "uniform"),
     # Prompts in the segment of what follows them.
     *(row(name, each, *ran) for name in ("qk_norm", "mla") for each, ran in JOINED),
     *(row("gqa", each, *ran) for each, ran in JOINED[1:]),

@@ -52,6 +52,7 @@ ACROSS: dict[str, list[Row]] = {
     "pp2_vpp2_dp2": [crossed("experts both", "across_ranks", "crossed")],
     "cp2_dp2": [
         crossed("gpt-oss", "across_ranks", "crossed"),
+        crossed("own sparse sharing", "across_ranks", "crossed", form="thd_parts", seed=1),
         crossed("experts both", "across whole", "crossed"),
     ],
     "ep2": [

@@ -53,6 +53,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("own delta global", "small", recompute="full"),
         *(row(name, "small") for name in ("mla marked", "mamba", "mtp 2", "experts bias")),
         row("dsa", "packs of chunks"),
+        *(row("own sparse sharing", "small", recompute=name) for name in ("none", "full")),
         row("experts both", "joined", returns="per_token"),
         row("gpt-oss", "whole", form="thd_padded"),
         row("mtp experts", "small", form="one", **SCALED),
@@ -82,6 +83,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("equal lengths", "small", lengths="equal", tree="groups"),
         *(row(name, "small") for name in ("mla", "gpt-oss", "mtp", "experts all")),
         row("dsa", "packs of chunks"),
+        row("own sparse sharing", "recompute chunks"),
         row("qk_norm", "small", form="thd", labels="absent", in_place="div"),
         row("qk_norm", "small", form="thd", seed=1),  # whose data are on all stages
         row("gqa", "small", labels="absent", session="evaluate"),
@@ -127,6 +129,10 @@ ON_RANKS: dict[str, list[Row]] = {
         row("gdn in packs", "small", form="thd_padded"),
         *(row("own delta attribute", options) for options in ("joined", "offload")),
         row("own delta attribute", "recompute chunks", recompute="full"),
+        *(row("own sparse sharing", options, form="thd_parts", **values)
+          for options, values in (("joined", {}), ("chunks of 2", {"recompute": "full"}),
+                                  ("offload", {"labels": "absent"}))),
+        row("own sparse experts", "small", form="thd_parts", returns="per_token"),
         row("own delta alone", "chunks of 2", recompute="selective"),
         row("own delta mtp", "small", labels="absent"),
         row("windows last", "wave"),

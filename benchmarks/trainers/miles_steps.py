@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.trainers import own_gdn, slime_steps
+from benchmarks.trainers import own_gdn, own_sparse, slime_steps
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.optimizer import build_optimizer
@@ -90,6 +90,11 @@ def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
 
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
+    with own_sparse.in_layout("miles", name):
+        return _steps(name)
+
+
+def _steps(name: str) -> list[Step]:
     from miles.backends.megatron_utils import model as miles_model
     from miles.backends.training_utils import cp_utils
     from miles.backends.training_utils.data import get_data_iterator
@@ -103,6 +108,7 @@ def steps(name: str) -> list[Step]:
     ARGUMENTS.loss_type, ARGUMENTS.enable_mtp_training = slime_steps.loss_type(name), "mtp" in name
     miles_model.get_forward_backward_func = both = Both(config_of(name), state=states)
     both.leaves_alike, both.left = "recompute" in name, slime_steps.further_losses
+    both.slices = own_sparse.parts(name, ARGUMENTS)
     data = slime_steps.rollout_data(cp_utils.slice_log_prob_with_cp, turns="sft" in name)
     data["num_microbatches"] = [len(data["micro_batch_indices"])]
     if spec.num_moe_experts:

@@ -63,6 +63,7 @@ class Trainer(NamedTuple):
 
 
 MTP = ("1-mtp", "tp2-sp-mtp", "pp2-mtp", "cp2-mtp", "pp2-mtp-recompute-auto", "dp2-across-mtp-auto")
+DSA = ("1-dsa", "tp2-sp-dsa", "pp2-dsa", "cp2-dsa", "cp2-r3-dsa", "cp2-recompute-dsa-auto")
 DEALT = ("dp2-whole", "dp2-whole-tokens", "dp2-whole-static", "dp2-pp2-whole")
 IMAGES = (
     "1-qwen2-auto", "tp2-sp-qwen2", "pp2-qwen2", "1-qwen2-packed", "1-frozen-qwen2",
@@ -103,7 +104,7 @@ TRAINERS = {
         ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-replay-auto", "tp2-sp-replay-auto",
          "pp2-replay-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto", "cp2-r3-auto",
          "dp2-ep2-r3-auto", "dp2-across-r3-auto", "1-value", "tp2-sp-value", "pp2-value",
-         "cp2-value", "1-value-auto", "1-sft", "tp2-sft", "pp2-sft", "cp2-sft", "1-sft-auto"),
+         "cp2-value", "1-value-auto", "1-sft", "tp2-sft", "pp2-sft", "cp2-sft", "1-sft-auto", *DSA),
         stock=dict.fromkeys(REPLAYS, RECORDS_ROUTES),
     ),
     "miles, model.py": Trainer(
@@ -113,7 +114,7 @@ TRAINERS = {
          "dp2-ep2-r3-auto", "dp2-across-r3-auto", "1-value", "tp2-value", "pp2-value", "cp2-value",
          "1-value-auto", "tp2-sp-value-auto", "tp2-sp-pp2-value-auto", "1-sft", "tp2-sft",
          "pp2-sft", "cp2-sft", "1-sft-auto", "1-gdn", "tp2-sp-gdn", "cp2-gdn", "tp2-sp-cp2-gdn",
-         "cp2-gdn-recompute-auto"),
+         "cp2-gdn-recompute-auto", *DSA),
         stock=dict.fromkeys(REPLAYS, RECORDS_ROUTES)
         | dict.fromkeys(("tp2-sp-value-auto", "tp2-sp-pp2-value-auto"), UNMARKED_BIAS),
     ),

@@ -3,6 +3,7 @@
 "replay" in a layout's name: experts, with slime's own queue of routes, which log-probs record;
 "r3": the same, and its actor fills the queue with routes that rollouts bring; "recompute": with
 full activation recomputation; with "dp2" each rank has every other rollout of a microbatch;
+"dsa": its own sparse attention, in contiguous parts of packs;
 "value": its critic's head, values and loss; "sft": its loss on answers of several turns; "mtp":
 with two layers of multi-token prediction, for which Megatron must be changed as it is for slime.
 """
@@ -22,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import router
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Log
 
+from benchmarks.trainers import own_sparse
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.optimizer import build_optimizer
@@ -105,7 +107,8 @@ def fill_queues(chunks: list[Any], iterators: list[Any], data: dict[str, Any], s
     routes = drawn_routes(spec)
     data["rollout_routed_experts"] = [one.int() for one in routes]
     args = Namespace(
-        num_experts=spec.num_moe_experts, data_pad_size_multiplier=8, allgather_cp=False,
+        num_experts=spec.num_moe_experts, data_pad_size_multiplier=8,
+        allgather_cp=ARGUMENTS.allgather_cp,
         sequence_parallel=unwrap(chunks[0]).config.sequence_parallel,
     )  # fmt: skip
     actor = SimpleNamespace(args=args, model=chunks)
@@ -174,10 +177,15 @@ def own_queues(chunk: Any) -> None:
 def model_of(name: str, layout: Any, head: Any) -> tuple[Any, list[Any]]:
     """What a layout's model is like, and its chunks on this rank; a critic has `head`."""
     replay, critic = "replay" in name or "r3" in name, "value" in name
+    is_sparse = "dsa" in name
     more = {} if replay else {"tie_embeddings": not critic}  # a head is not the embedding
     if "mtp" in name:
         more["mtp_num_layers"] = 2
-    spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **more).with_vocab(VOCAB)
+    preset = "tiny-deepseek" if is_sparse else "tiny-moe" if replay else "tiny-qwen3"
+    if is_sparse:  # every stage begins with a layer that chooses
+        experts = {"moe_router_topk": 2} if replay else {"num_moe_experts": None}
+        more = {"num_layers": 4, **experts}
+    spec = resolve(preset, **{"num_layers": 2, **more}).with_vocab(VOCAB)
     recompute, overrides = "full" if "recompute" in name else "none", {"variable_seq_lengths": True}
     with changed(functools.partial(valued, head)) if critic else contextlib.nullcontext():
         chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
@@ -197,6 +205,11 @@ def further_losses() -> list[torch.Tensor]:
 
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
+    with own_sparse.in_layout("slime", name):
+        return _steps(name)
+
+
+def _steps(name: str) -> list[Step]:
     from slime.backends.megatron_utils import model as slime_model
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
     from slime.backends.megatron_utils.data import get_data_iterator
@@ -205,14 +218,14 @@ def steps(name: str) -> list[Step]:
     from slime.utils import accelerator
     from slime.utils.routing_replay import RoutingReplay
 
-    layout = worker.layout_of(name)
-    runtime.initialize(layout)
+    runtime.initialize(layout := worker.layout_of(name))
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
-    brings, critic = "r3" in name, "value" in name
+    brings = "r3" in name
     spec, chunks = model_of(name, layout, LinearForLastLayer)
     ARGUMENTS.loss_type, ARGUMENTS.enable_mtp_training = loss_type(name), "mtp" in name
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
     both.leaves_alike, both.left = "recompute" in name, further_losses
+    both.slices = own_sparse.parts(name, ARGUMENTS)
     if spec.num_moe_experts:
         own_queues(chunks[0])
     # As slime's actor sets it.
@@ -222,7 +235,7 @@ def steps(name: str) -> list[Step]:
     iterators, num = get_data_iterator(data), len(data["micro_batch_indices"])
     routes = fill_queues(chunks, iterators, data, spec) if brings else None
     with torch.no_grad():
-        read = get_values if critic else get_log_probs_and_entropy
+        read = get_values if "value" in name else get_log_probs_and_entropy
         slime_model.forward_only(read, ARGUMENTS, chunks, iterators, [num])
     for iterator in iterators:
         iterator.reset()

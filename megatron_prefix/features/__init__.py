@@ -99,6 +99,14 @@ def _variant(config: Any) -> str | None:
     return variant
 
 
+def _has_own_indexer(config: Any) -> bool:
+    return hasattr(config, "index_num_attention_heads")
+
+
+def _is_own_sparse(layer: Any) -> bool:
+    return _has_mixer(layer, "DSAMultiLatentAttention")
+
+
 KINDS: tuple[FeatureKind, ...] = (
     FeatureKind(
         f"{_FOLDER}mtp.kind:NextToken",
@@ -110,6 +118,8 @@ KINDS: tuple[FeatureKind, ...] = (
         lambda config: hasattr(config, "own_delta_layers"),
         lambda layer: hasattr(_attention_of(layer), "linear_attn"),
     ),
+    FeatureKind(f"{_FOLDER}own_dsa.kind:OwnDSA", _has_own_indexer, _is_own_sparse),
+    FeatureKind(f"{_FOLDER}own_dsa.kind:FollowingDSA", _has_own_indexer, _is_own_sparse),
     FeatureKind(
         f"{_FOLDER}dsa.kind:DSA",
         lambda config: _variant(config) == "dsa",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
+from megatron_prefix.tree.cp_layout import Slices
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Kind:
         symbol: in the pattern of a hybrid model, as in Megatron's
             megatron/core/ssm/mamba_hybrid_layer_allocation.py.
         has_window: whether its queries see a window of positions, by the config's `window_size`.
+        slices: how its modules want calls to be cut for context-parallel ranks.
     """
 
     name: ClassVar[str]
@@ -112,6 +114,7 @@ class Kind:
     slot: ClassVar[Slot]
     form: ClassVar[Form | None] = None
     has_window: ClassVar[bool] = False
+    slices: ClassVar[Slices] = Slices.ZIGZAG
 
     def fills(self, config: Any, layer: int) -> bool:
         """Whether it fills its slot in a layer of a GPTModel, counted from 0, unless a kind before

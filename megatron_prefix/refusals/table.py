@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_prefix.errors import NOT_YET, WRONG, Refusal
 
-_TRAINERS = """Megatron-LM Megatron-RL Megatron-Bridge verl slime miles ms-swift SkyRL RLinf
+_TRAINERS = """Megatron-LM Megatron-RL Megatron-Bridge verl miles ms-swift SkyRL RLinf
 AReaL ROLL""".split()
 GROUPS = {
     "config": "options of Megatron's TransformerConfig",
@@ -181,6 +181,9 @@ OTHER_AHEAD = Refusal("multi-token prediction by …", "module", NOT_YET, "use M
 DETERMINISTIC = Refusal("deterministic_mode with recurrent layers", "module", NOT_YET, "turn it off: its recurrences take no states")
 MAMBA_PATH = Refusal("use_mamba_mem_eff_path off", "module", NOT_YET, "turn it on: the other path takes no initial states")
 DELTA_CP = Refusal("GatedDeltaNet with context parallelism", "module", NOT_YET, "install megatron-core 0.18 or newer")
+OWN_DSA_ALIGNED = Refusal("slime's sparse attention with …, which makes it SGLang's", "module", NOT_YET, "leave it out: its kernels and rotary positions were not tried in segments")
+OWN_DSA_MTP = Refusal("a trainer's own sparse attention with multi-token prediction", "module", NOT_YET, "leave --mtp-num-layers out: a layer behind the decoder may follow choices that it does not have")
+OWN_DSA_REPLAY = Refusal("a trainer's own sparse attention that replays an indexer's choices", "module", NOT_YET, "leave --use-indexer-replay and --use-rollout-indexer-replay out: they are one microbatch's")
 OWN_DELTA_CP = Refusal("a trainer's own GatedDeltaNet with context parallelism", "module", NOT_YET, "use tensor parallelism instead, or the stock schedule")
 OWN_DELTA_CUT = Refusal("slime's GatedDeltaNet with context parallelism, whose ranks drop gradients of one another's positions", "module", WRONG, "use tensor parallelism, Megatron's own GatedDeltaNet, or miles' context parallelism by flash-linear-attention: layers below it get wrong gradients in either schedule")
 OWN_DELTA_HEADS = Refusal("a trainer's own GatedDeltaNet of … and … heads on … context-parallel ranks", "module", NOT_YET, "use a number of ranks that divides both: each runs its part of the heads")
@@ -243,7 +246,7 @@ LOSS_READS = Refusal("the loss reads what the model has computed inside, not onl
 NOT_CAUSAL = Refusal("the attention_mask of a model call is not causal", "mask", WRONG, "leave out --reset-attention-mask, and pack samples with packed_seq_params (a mask [samples, positions] that only cuts off the ends is taken with transformer-engine's attention)")
 NO_MASK = Refusal("a model call has no attention_mask, and the layers' attn_mask_type is arbitrary", "mask", WRONG, "give a causal one, or build the model with attn_mask_type causal")
 ODD_SLICES = Refusal("a sample has … positions on a context-parallel rank, which are not two chunks", "mask", NOT_YET, "pad samples to a multiple of …, twice the context-parallel size, and give every rank its slice of the zig-zag")
-CONTIGUOUS = Refusal("context-parallel ranks hold contiguous parts of a call, and attention is for another order", "mask", NOT_YET, "give every rank its chunks of Megatron's zig-zag (slime: leave out --allgather-cp)")
+CONTIGUOUS = Refusal("context-parallel ranks hold … of a call, and attention is for another order", "mask", NOT_YET, "slime and miles: give --allgather-cp for their own sparse attention, and leave it out for all else; give every rank its chunks of Megatron's zig-zag")
 NO_POSITION_IDS = Refusal("the model looks at positions, and a model call's position_ids are not one for every position", "mask", NOT_YET, "give them in the shape of input_ids, three of them with multimodal rope")
 OTHER_POSITIONS = Refusal("position_ids of a sample do not count from 0, and the model learns positions", "mask", NOT_YET, "pack samples without padding in front")
 AHEAD_NOTHING = Refusal("a microbatch has no position for the loss of multi-token prediction", "mask", WRONG, "leave it out, or use calculate_per_token_loss or megatron-core 0.17: this one divides by zero")
@@ -316,7 +319,6 @@ OWN_CP_LOOP = Refusal("--hybrid-context-parallel", "Megatron-LM", NOT_YET, "leav
 PACKED_BINS_CP = Refusal("--context-parallel-size with packed bins", "Megatron-RL", NOT_YET, "leave context parallelism out: train_rl.py itself has none with packed bins")
 BRIDGE_TEACHER = Refusal("a teacher beside the model (distill)", "Megatron-Bridge", NOT_YET, "leave it out: ModelOpt's model has a forward of its own, which runs both")
 DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "turn it off: it passes a padding_mask")
-ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "leave it out; models with sparse attention, for which slime sets it, run without context parallelism")
 MULTI_LORA = Refusal("--multi-lora-n-adapters", "miles", NOT_YET, "leave it out: its layers find each adapter's tokens by their places in a microbatch")
 LORA_DROPOUT = Refusal("--lora_dropout above 0, its default", "ms-swift", WRONG, _DROPS)
 SWIFT_METRICS = Refusal("several data-parallel ranks", "ms-swift", NOT_YET, "its losses average metrics over them in every microbatch: use tensor parallelism instead")

@@ -133,7 +133,7 @@ class Callbacks:
             with gradients whose calls have no loss_mask, where `trained` is not set.
         passes_together: data-parallel ranks make equally many calls without gradients, so prompts
             may cross ranks in these calls, too (`PrefixConfig.across_ranks`).
-        slices: how calls are cut for context-parallel ranks; contiguous parts are refused.
+        slices: how calls are cut for context-parallel ranks; layers must be made for that.
         masks_tokens: the loss_mask of a call is over tokens, not over the positions that predict
             them (ROLL), or for multi-token prediction alone (verl, NeMo-RL). It is then ignored:
             every position counts as trained, or those that `samples` says.
@@ -184,11 +184,13 @@ class CallLayout(NamedTuple):
             included.
         packed: whether they are one behind the other in one row (THD), else one row each.
         behind: positions behind the last sample of a pack, the last of `lengths`; 0 if none are.
+        slices: how its rows are cut for context-parallel ranks.
     """
 
     lengths: tuple[int, ...]
     packed: bool
     behind: int = 0
+    slices: Slices = Slices.ZIGZAG
 
     def held(self, rank: int, size: int) -> cp_layout.Index:
         """Positions of the samples, one behind the other, that a context-parallel rank holds.
@@ -196,23 +198,17 @@ class CallLayout(NamedTuple):
         Raises:
             CannotShare: they cannot be cut so.
         """
-        check_cut(self.lengths, size)
+        if self.slices is Slices.CONTIGUOUS:
+            rows = (sum(self.lengths),) if self.packed else self.lengths
+            return cp_layout.contiguous_positions(rows, rank, size)
+        for length in self.lengths if size > 1 else ():
+            if length % (2 * size):
+                raise refused(ODD_SLICES, length // size, 2 * size)
         return cp_layout.held_positions(self.lengths, rank, size)
 
     def positions(self, rank: int, size: int) -> cp_layout.Index:
         places = [np.arange(length) for length in self.lengths]
         return np.concatenate(places)[self.held(rank, size)]
-
-
-def check_cut(lengths: Sequence[int], size: int) -> None:
-    """Refuses samples that have no zig-zag for so many context-parallel ranks.
-
-    Raises:
-        CannotShare: naming the first of them.
-    """
-    for length in lengths if size > 1 else ():
-        if length % (2 * size):
-            raise refused(ODD_SLICES, length // size, 2 * size)
 
 
 def check(calls: Sequence[ModelCall]) -> None:
@@ -238,40 +234,43 @@ def check(calls: Sequence[ModelCall]) -> None:
             raise refused(DIFFERENT_ARGUMENTS, ", ".join({*call.others, *calls[0].others}))
 
 
-def are_contiguous(calls: Sequence[ModelCall], slices: Slices) -> bool:
-    """Whether calls are cut into contiguous parts for context-parallel ranks: as the trainer's
-    setting says, or a packing."""
+def slices_of(calls: Sequence[ModelCall], setting: Slices) -> Slices:
+    """How calls are cut for context-parallel ranks: as the trainer's setting says, or a packing."""
     modes = {getattr(call["packed_seq_params"], "cp_partition_mode", "") for call in calls}
-    return slices is Slices.CONTIGUOUS or "contiguous" in modes
+    return Slices.CONTIGUOUS if "contiguous" in modes else setting
 
 
 def layouts(
-    calls: Sequence[ModelCall], cp_size: int, sequence_ranks: int = 1
+    calls: Sequence[ModelCall],
+    cp_size: int,
+    sequence_ranks: int = 1,
+    setting: Slices = Slices.ZIGZAG,
 ) -> list[CallLayout] | None:
     """Where the samples of each call are; None on a stage whose calls do not say.
 
     Args:
         calls: of one model chunk.
         cp_size: context-parallel ranks, each of which has the same share of every row.
+        setting: the trainer's, of how they are cut for these ranks.
 
     Raises:
         CannotShare: a form of packing that is not known, or samples of no position.
     """
     ends = _sample_ends([call["packed_seq_params"] for call in calls])
-    places = []
+    places, cut = [], slices_of(calls, setting)
     for call, cumulated in zip(calls, ends, strict=True):
         shape = shape_of(call, sequence_ranks)
         if cumulated is None or (shape is not None and shape[0] > 1):
             if shape is None:
                 return None
             # Megatron-RL gives `packed_seq_params` of rows that are not packed, too.
-            places.append(CallLayout((shape[1] * cp_size,) * shape[0], False))
+            places.append(CallLayout((shape[1] * cp_size,) * shape[0], False, slices=cut))
             continue
         pairs = itertools.pairwise(cumulated)
         lengths = [end - start for start, end in pairs if end > start]
         if over := 0 if shape is None else shape[1] * cp_size - sum(lengths):
             lengths.append(over)  # what is over the last sample runs through the model as well
-        places.append(CallLayout(tuple(lengths), True, over))
+        places.append(CallLayout(tuple(lengths), True, over, cut))
     if any(min(layout.lengths, default=0) < 1 for layout in places):
         raise refused(NO_POSITION)
     return places

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_prefix.errors import Refusal
 from megatron_prefix.refusals.table import (
-    ALLGATHER_CP,
     BRIDGE_TEACHER,
     DISTILLATION,
     DYNAMIC_CP,
@@ -93,7 +92,6 @@ SLIME = Trainer(
     on="`--custom-megatron-init-path megatron_prefix.auto.init`",
     loss="the `loss_mask` of the model call",
     together="`import megatron_prefix.auto.whole_groups` in `slime/utils/dp_schedule.py`",
-    refused=(ALLGATHER_CP,),
     passes_together=True,  # forward_only calls once for every update that follows
 )
 

@@ -5,8 +5,7 @@ Under a causal mask every rank then has the same work. An all-gather returns the
 to end: the *view*. It is not in the order of positions; attention without a mask does not need that
 ("The Llama 3 Herd of Models", section 3.3.2: the same pieces and the same all-gather).
 
-Segments are cut so, and each sample of a model call. Calls of a trainer that declares another cut
-(`Slices`) are refused.
+Segments are cut so, and each sample of a model call, unless its trainer says otherwise (`Slices`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Slices(IntEnum):
     2 * cp - 1 - r."""
     CONTIGUOUS = 1
     """Each row, also a pack, is cut into one part for each rank, wherever its samples end (slime's
-    `--allgather-cp`). It is refused."""
+    `--allgather-cp`). Layers must be made for it."""
 
 
 class OwnRuns(NamedTuple):
@@ -62,6 +61,12 @@ def held_positions(lengths: Sequence[int], rank: int, size: int) -> Index:
     starts = np.cumsum([0, *lengths])[:-1]
     held = [rank_positions(n, rank, size) + at for n, at in zip(lengths, starts, strict=True)]
     return np.concatenate(held) if held else np.zeros(0, np.int64)
+
+
+def contiguous_positions(lengths: Sequence[int], rank: int, size: int) -> Index:
+    """Positions that a rank holds of rows of these lengths, each cut into one part for each."""
+    starts = np.cumsum([0, *lengths])[:-1] + [length // size * rank for length in lengths]
+    return np.concatenate([s + np.arange(n // size) for s, n in zip(starts, lengths, strict=True)])
 
 
 def view_positions(lengths: Sequence[int], size: int) -> Index:

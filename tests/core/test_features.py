@@ -43,6 +43,7 @@ WORDS = {
     "mla": r"\bMLA|[lL]atents|multi_latent|kv_up_proj|lora_rank",
     "windows": r"WindowKeys|window_keys|WINDOW_|window_attn",
     "recurrent": r"Recurrent|Mamba2|GatedDelta|gated_delta|LayerStates|_ssm_",
+    "own_dsa": r"own_dsa|OwnDSA|OwnSparse|SparseMLA|PoolAttention|lighting_indexer",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward", "verify": r"[Vv]erif|VERIF",
     "measure": r"[sS]topwatch|\b_?[mM]eters?\b|(Cost|Byte)Meter|Evidence|[oO]utlines",
     "totals": r"\bTotals?\b|\bPASSES\b",

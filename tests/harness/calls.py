@@ -4,8 +4,6 @@ The losses look at what the trainer's own batch says and weigh positions by micr
 answers in a wrong place, order or layout give other losses and gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

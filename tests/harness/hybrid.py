@@ -1,7 +1,5 @@
 """Small hybrid models in fp64, and steps whose spans are of all lengths."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Megatron as slime and miles change it: models that predict further where calls have a keyword."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

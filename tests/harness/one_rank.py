@@ -1,7 +1,5 @@
 """A world of one rank in the test's own process, and small models in it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

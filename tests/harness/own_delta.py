@@ -5,8 +5,6 @@ Written for these tests; who calls whom, and with what, is as in slime_plugins/m
 parallelism is as in miles: kernels get contiguous parts of a pack; here they gather all of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from argparse import Namespace

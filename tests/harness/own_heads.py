@@ -5,8 +5,6 @@ loss does with that.  `kernels` is verl's fused kernels, `moved` NeMo-RL's fused
 `filled` SkyRL's fused head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

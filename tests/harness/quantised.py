@@ -4,8 +4,6 @@ The real package, from the registry (tests/core/trainers/modelopt.txt). It gives
 transformer-engine's core attention only; `with_attention` makes it give them to the lab's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections import Counter

@@ -5,8 +5,6 @@ was there before a capture is as before.  Memory is not shared with other graphs
 holds at the end of a capture, where later ones would write, is NaN after every replay.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

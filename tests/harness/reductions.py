@@ -1,7 +1,5 @@
 """What the bucket groups of Megatron's DDP do in a step: how often they are reduced, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

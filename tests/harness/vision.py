@@ -6,8 +6,6 @@ Qwen2.5-VL and GLM-4V, ms-swift's mcore-bridge).  The classes have the names of 
 these have a forward of their own, since that is how models are told.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType

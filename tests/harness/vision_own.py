@@ -3,8 +3,6 @@
 Its class has the name of a real one, since that is how models are told; its tower is that of
 vision.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core import tensor_parallel

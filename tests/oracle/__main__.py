@@ -8,8 +8,6 @@ Examples:
     python -m tests.oracle --summary one.jsonl two.jsonl
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ Every model of the oracle has it, in both schedules. Where ours runs segments it
 this one's place; so what is judged is never its own judge.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rollouts, microbatches of them in a trainer's form, and how an iterator hands them out."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -163,7 +161,7 @@ def batches(case: Case, part: int, cp_rank: int, cp: int) -> list[dict[str, Any]
 
 def _batch(case, samples, number, part, cp_rank, cp):
     true = [len(sample.trained) for sample in samples]
-    step = 8 if case.form in ("thd_padded", "thd_ends") else multiple(case)
+    step = {"thd_padded": 8, "thd_ends": 8, "thd_parts": 1}.get(case.form, multiple(case))
     goal = true if case.packed else [max(true)] * len(true)
     lengths = [-(-length // step) * step for length in goal]
     draw = np.random.default_rng([case.seed, part, number])
@@ -184,13 +182,19 @@ def _batch(case, samples, number, part, cp_rank, cp):
         _mask(case, columns["loss_mask"][-1][:n], index, number, draw)
     batch: dict[str, Any] = {"number": number}
     for name, rows in columns.items():
-        parts = [row[held(len(row), cp_rank, cp)] for row in rows]
+        if case.form == "thd_parts":  # a pack is cut, wherever its samples end
+            pack = np.concatenate(rows)
+            parts = [np.split(np.pad(pack, (0, -len(pack) % (4 * multiple(case)))), cp)[cp_rank]]
+        else:
+            parts = [row[held(len(row), cp_rank, cp)] for row in rows]
         whole = np.concatenate(parts)[None] if case.packed else np.stack(parts)
         batch[name] = torch.from_numpy(whole)
     ends = true if case.form == "thd_padded" else lengths  # padding is a part of samples
     batch["ends"], batch["ends_padded"] = (
         torch.tensor(np.cumsum([0, *one]), dtype=torch.int32) for one in (ends, lengths)
     )
+    if case.form == "thd_parts" and (over := -sum(lengths) % (4 * multiple(case))):
+        batch["ends"] = torch.cat([batch["ends"], batch["ends"][-1:] + over])
     batch["longest"] = max(lengths)
     batch |= _masks(case, batch)
     batch["routes"] = _routes(batch.pop("code"))

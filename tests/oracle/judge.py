@@ -1,7 +1,5 @@
 """The same case by the stock schedule and by ours, and a verdict on what differs."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +13,7 @@ from megatron_prefix.device.tolerance import tolerance
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics.compare import Conditions, Trace, compare
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.tree.cp_layout import Slices
 from tests.cases import FAMILIES, OPTIONS
 from tests.oracle import model as models
 from tests.oracle.case import Case
@@ -66,7 +65,8 @@ def _schedules(case: Case, mode: str, trainer: Trainer) -> Callable[[], Any]:
 
         return get_forward_backward_func
     fields = {"mode": mode, "min_gain": 0, "min_speedup": 1e-6, **OPTIONS[case.options]}
-    callbacks = Callbacks()
+    parts = case.form == "thd_parts"
+    callbacks = Callbacks(slices=Slices.CONTIGUOUS if parts else Slices.ZIGZAG)
     if case.model == "replay asked":
         callbacks = Callbacks(routes=lambda call: trainer.found[call.microbatch]["routes"])
     looks = len(SESSIONS[case.session]) > 1

@@ -4,8 +4,6 @@ A line of `KNOWN` says that a value fails in these modes, in the simplest traine
 it and the line must go: the tests run that trainer, and a line that no longer fails is an error.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from tests.oracle.case import Case, settle

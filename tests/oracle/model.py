@@ -1,7 +1,5 @@
 """Models as trainers have them: Megatron's GPTModel, and what is put around it."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools
@@ -238,6 +236,8 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "queues of miles": lambda case: queues.queued("miles"),
     "mtp keyword": lambda case: mtp_keyword.keyword(),
     "mtp keyword unused": lambda case: mtp_keyword.keyword(),
+    "own sparse": lambda case: sparse.own_sparse(),
+    "own sparse sharing": lambda case: sparse.own_sparse(every=2, first=1),
     "own delta attribute": lambda case: _own_delta(case, "attribute"),
     "own delta global": lambda case: _own_delta(case, "global"),
     "own delta keywords": lambda case: _own_delta(case, "keywords"),

@@ -4,8 +4,6 @@ Run as a script it looks for them: `python -m tests.oracle.pairs` prints the see
 first are to be put below.
 """
 
-from __future__ import annotations
-
 import itertools
 
 from tests.oracle.case import AXES, Case, draw

@@ -1,7 +1,5 @@
 """Runs cases in processes of their own, so that one that hangs or dies is only a verdict."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """A trainer: its forward step, its loss, what it keeps, and its calls of a schedule."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import itertools
@@ -660,7 +658,7 @@ def _gradient(parameter: Any) -> Tensor:
 
 def _packing(item: Any, case: Case) -> PackedSeqParams:
     true, padded = get(item, "ends"), get(item, "ends_padded")
-    if case.form == "thd":
+    if case.form in ("thd", "thd_parts"):
         padded = None
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=true, cu_seqlens_kv=true, cu_seqlens_q_padded=padded,

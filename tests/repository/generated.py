@@ -3,8 +3,6 @@
 Each lies between two comments of its page, which name it.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -242,7 +242,7 @@ def test_a_model_runs_where_all_its_layers_do():
                 ran = (map(support.parts_of, several) for several in layouts[family].values())
                 assert support.parts_of(layout) in set().union(*ran), (model, family, layout)
     assert "CP2" in support.common_layouts("GLM-4.7-Flash", read()).split(", ")
-    assert "CP2" not in support.common_layouts("DeepSeek-V3.2, GLM-5", read())
+    assert "EP2" not in support.common_layouts("DeepSeek-V3.2, GLM-5", read())
 
 
 def test_every_trainer_has_layouts_that_ran():

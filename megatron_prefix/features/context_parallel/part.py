@@ -1,4 +1,5 @@
-"""Context parallelism as a part of the step: where K and V of whole positions are."""
+"""Context parallelism as a part of the step: where K and V of whole positions are, and which
+positions of a call a rank holds."""
 
 from __future__ import annotations
 
@@ -7,16 +8,28 @@ from typing import TYPE_CHECKING
 
 from megatron_prefix.features.context_parallel.gathered import GatheredArena
 from megatron_prefix.features.context_parallel.sharded import ShardedArena
+from megatron_prefix.features.context_parallel.slices import check_positions, check_slices
 from megatron_prefix.parts import StepPart
 from megatron_prefix.sidecar.arena import Arena, DeviceBytes
 from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap
 
 if TYPE_CHECKING:
+    from megatron_prefix.run.read.read_calls import CallTokens
+    from megatron_prefix.run.read.suspend import Capture
     from megatron_prefix.sidecar.row_exchange import RowExchange
 
 
 class ContextParallel(StepPart):
     """Exchanges rows of positions. Arguments: see StepPart."""
+
+    def read(self, capture: Capture) -> None:
+        """See StepPart."""
+        check_slices(capture, self.rank, self.callbacks.slices)
+
+    def read_last(self, capture: Capture, last: CallTokens | None) -> None:
+        """See StepPart."""
+        if last is not None and self.rank.is_first:
+            check_positions(last, self.rank.groups.cp)
 
     def arenas(
         self, planned: PayloadMap, forms: Sequence[Form], exchange: RowExchange | None

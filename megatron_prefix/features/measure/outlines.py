@@ -24,7 +24,6 @@ from megatron_prefix.run.calls import (
     EMBEDDINGS,
     PER_POSITION,
     ModelCall,
-    are_contiguous,
     bound,
     layouts,
     versions_of,
@@ -74,9 +73,8 @@ class Outlines:
         for call in self._calls:
             call.check_unchanged()
         rank = self._rank
-        if are_contiguous(self._calls, self._slices):
-            return None
-        places = layouts(self._calls, rank.groups.cp.size(), rank.model.sequence_ranks)
+        ranks = rank.groups.cp.size(), rank.model.sequence_ranks
+        places = layouts(self._calls, *ranks, self._slices)
         return None if places is None else Step.of(places, align=rank.model.alignment)
 
     def _intercepting(self, _: Any, stock: Callable[..., Any]) -> Callable[..., Any]:

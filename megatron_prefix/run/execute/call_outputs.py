@@ -28,12 +28,13 @@ from torch.utils import (
 from megatron_prefix.device.transfer import to_device
 from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import DIFFERENT_OUTPUTS, FLAT_ROWS, OTHER_OUTPUT, OTHER_SHAPE
+from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.execute.inputs import ScoredRows
 from megatron_prefix.run.read.heads import FilledDict
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.sidecar.arena import Rows
 from megatron_prefix.sidecar.row_exchange import RowExchange
-from megatron_prefix.tree import Place, Span, cp_layout
+from megatron_prefix.tree import Place, Span
 
 FLAT = -1
 """Instead of a dimension: the tensor is [positions], without a dimension for the batch."""
@@ -116,14 +117,14 @@ class CallOutputs:
     """
 
     def __init__(self, step: Step, form: AnswerForm) -> None:
-        self._forest, self._packed = step.forest, step.packed
+        self._forest, self._packed, self._slices = step.forest, step.packed, step.slices
         self._form, self._exchange = form, form.exchange
         self.kept: dict[int, SegmentOutput] = {}
         self._strays: list[Tensor] = []
         self._structure: Any = None
         self._axes: list[Axis | None] = []
         self._plain: list[Any] = []
-        self._index: dict[tuple[int, ...], Tensor] = {}
+        self._index: dict[CallLayout, Tensor] = {}
         self._bounds = [  # where spans begin in a segment's output, and where the last one ends
             [*itertools.accumulate((span.padded for span in segment.spans), initial=0)]
             for segment in step.forest.segments
@@ -210,6 +211,7 @@ class CallOutputs:
             raise RuntimeError("no segment has an output")
         lengths = tuple(self._forest.num_positions[rollout] for rollout in rollouts)
         packed = self._packed[microbatch]
+        layout = CallLayout(lengths, packed, slices=self._slices)
         outputs = []
         plain = iter(self._plain)
         for number, axis in enumerate(self._axes):
@@ -218,7 +220,7 @@ class CallOutputs:
                 continue
             samples = self._joined(rollouts, number)
             if self._exchange is not None:
-                samples = self._on_this_rank(samples, lengths, self._exchange)
+                samples = self._on_this_rank(samples, layout, self._exchange)
             if axis.dim == FLAT and not packed and len(rollouts) > 1:
                 raise refused(FLAT_ROWS, len(rollouts))
             outputs.append(self._laid_out(samples, axis, 1 if packed else len(rollouts)))
@@ -248,13 +250,11 @@ class CallOutputs:
         elif num > 1:  # of one position either dimension could be the one
             self._axes = axes
 
-    def _on_this_rank(
-        self, samples: Tensor, lengths: tuple[int, ...], exchange: RowExchange
-    ) -> Tensor:
-        if lengths not in self._index:
-            positions = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
-            self._index[lengths] = to_device(samples.device, positions)
-        return samples.index_select(0, self._index[lengths])
+    def _on_this_rank(self, samples: Tensor, layout: CallLayout, exchange: RowExchange) -> Tensor:
+        if layout not in self._index:
+            positions = layout.held(exchange.rank, exchange.size)
+            self._index[layout] = to_device(samples.device, positions)
+        return samples.index_select(0, self._index[layout])
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
         places = [place for rollout in rollouts for place in self._places(rollout)]

@@ -26,7 +26,6 @@ from megatron_prefix.megatron.install import installed
 from megatron_prefix.parts import StepPart
 from megatron_prefix.refusals.table import (
     COLUMN_LENGTH,
-    CONTIGUOUS,
     NO_POSITION_IDS,
     NO_TOKENS,
     OTHER_POSITIONS,
@@ -38,7 +37,6 @@ from megatron_prefix.run.calls import (
     CallLayout,
     ModelCall,
     Samples,
-    are_contiguous,
     check_masks,
     layouts,
 )
@@ -115,9 +113,8 @@ def read_calls(capture: Capture, request: Request) -> ReadCalls:
         if first is None or (first.tokens is None and calls[0][EMBEDDINGS] is None):
             raise refused(NO_TOKENS)
         embedding = getattr(rank.language_models[0], "position_embedding_type", "")
-        used = embedding == "learned_absolute"
-        if used or cp.size() > 1:
-            check_positions(first, cp.rank(), cp.size(), used=used)
+        if embedding == "learned_absolute":
+            check_positions(first, cp.rank(), cp.size())
     if rank.is_last and not (rank.is_first and len(rank.models) == 1):
         calls = capture.calls(-1)
         last = read(calls) if rank.model.looks_ahead or _tell_loss(calls, callbacks) else None
@@ -152,8 +149,6 @@ def _check_chunk(capture: Capture, request: Request, chunk: int) -> None:
     check_masks(calls, use, counts_tokens=facts.counts_tokens, sequence_ranks=facts.sequence_ranks)
     if facts.looks_ahead:
         heads.check(calls)
-    if rank.groups.cp.size() > 1 and are_contiguous(calls, request.callbacks.slices):
-        raise refused(CONTIGUOUS)
 
 
 def _tell_loss(calls: Sequence[ModelCall], callbacks: Callbacks) -> bool:
@@ -186,7 +181,7 @@ def read_tokens(
     if not calls:  # a data-parallel rank without microbatches
         nothing = np.zeros(0, np.int64)
         return CallTokens([], nothing, nothing, nothing, None, nothing if ahead else None)
-    where = layouts(calls, cp_size, sequence_ranks)
+    where = layouts(calls, cp_size, sequence_ranks, callbacks.slices)
     if where is None:
         return None
     for call in calls:
@@ -292,36 +287,15 @@ def _to_host(
     return [next(table) if use else None for use in usable]
 
 
-def check_positions(tokens: CallTokens, rank: int, size: int, *, used: bool) -> None:
-    """Refuses position ids that the positions of segments do not have.
-
-    Args:
-        used: whether the model looks at them: a learned embedding does, rotary positions do not.
+def check_positions(tokens: CallTokens, rank: int, size: int) -> None:
+    """Refuses position ids that the positions of segments do not have; a learned embedding looks at
+    them, rotary positions do not.
 
     Raises:
-        CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
+        CannotShare: they count otherwise, or are not there.
     """
     if tokens.positions is None:
-        if used:
-            raise refused(NO_POSITION_IDS)
-        return
-    counts = np.cumsum([sum(layout.lengths) // size for layout in tokens.layouts])[:-1]
-    for layout, positions in zip(tokens.layouts, np.split(tokens.positions, counts), strict=True):
-        if size > 1 and _look_contiguous(layout, positions, rank, size):
-            raise refused(CONTIGUOUS)
-        if used and not np.array_equal(positions, layout.positions(rank, size)):
-            raise refused(OTHER_POSITIONS)
-
-
-def _look_contiguous(layout: CallLayout, positions: Numbers, rank: int, size: int) -> bool:
-    """Whether positions on this rank are those of a contiguous part of any sample, or of a pack."""
-    if any(length % size for length in layout.lengths):  # no zig-zag either
-        return False
-    shares = [length // size for length in layout.lengths]
-    parts = zip(shares, np.split(positions, np.cumsum(shares)[:-1]), strict=True)
-    if any(n > 1 and np.array_equal(part, np.arange(n) + rank * n) for n, part in parts):
-        return True
-    if not layout.packed:
-        return False
-    pack, num = np.concatenate([np.arange(length) for length in layout.lengths]), len(positions)
-    return bool(positions.any()) and np.array_equal(positions, pack[rank * num : (rank + 1) * num])
+        raise refused(NO_POSITION_IDS)
+    places = [layout.positions(rank, size) for layout in tokens.layouts]
+    if not np.array_equal(tokens.positions, np.concatenate([np.arange(0), *places])):
+        raise refused(OTHER_POSITIONS)

@@ -21,10 +21,11 @@ from torch import Tensor
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import NO_TREE, NUMBER_OF_ROUTES, SOME_ROUTES, STAGES_DIFFER
-from megatron_prefix.run.calls import CallLayout, check_cut
+from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.rank import gathered
 from megatron_prefix.run.read.read_calls import CallTokens, Numbers, ReadCalls
-from megatron_prefix.tree import Forest, Pairs, cp_layout
+from megatron_prefix.tree import Forest, Pairs
+from megatron_prefix.tree.cp_layout import Slices
 from megatron_prefix.tree.forest import check_routes, shifted, up_to_losses
 
 MESSAGE_NUMBERS = 1 << 13
@@ -48,6 +49,7 @@ class Step:
         crosses: payloads cross data-parallel ranks, though perhaps none of this one.
         why_alone: why they do not, where they could have; known on the first stage.
         unshared: the prefilter says that sharing does not pay; the forest has no segments then.
+        slices: how calls are cut for context-parallel ranks.
     """
 
     forest: Forest
@@ -59,6 +61,7 @@ class Step:
     reads_all: bool = False
     crosses: bool = False
     why_alone: str = ""
+    slices: Slices = Slices.ZIGZAG
 
     @property
     def num_microbatches(self) -> int:
@@ -78,7 +81,8 @@ class Step:
         packed = tuple(layout.packed for layout in layouts)
         forest = Forest((), lengths, (0,) * len(lengths), align)
         routed = any(sample.routes is not None for sample in samples or ())
-        return cls(forest, tuple(owners), packed, samples, routed)
+        slices = layouts[0].slices if layouts else Slices.ZIGZAG
+        return cls(forest, tuple(owners), packed, samples, routed, slices=slices)
 
     def with_forest(self, forest: Forest) -> Step:
         """The step with segments, all of whose positions its losses may look at."""
@@ -265,11 +269,19 @@ def _whole_samples(
     rows = [tokens, labels, trained, *weights]
     paths = _joined_routes(routes, num) if routes else None
     if size > 1:
-        check_cut(lengths, size)
-        order = cp_layout.view_order(lengths, size)
+        order = _order(columns.layouts, size)
         rows = [*_rows_of_ranks(np.stack(rows, axis=1), group, device)[order].T]
         paths = None if paths is None else _rows_of_ranks(paths, group, device)[order]
     return rows, paths
+
+
+def _order(layouts: Sequence[CallLayout], size: int) -> Numbers:
+    """Where samples' positions are among those of all context-parallel ranks, one rank's of all
+    calls behind the other's."""
+    starts = np.cumsum([0, *(sum(layout.lengths) for layout in layouts)])
+    pairs = [*zip(layouts, starts, strict=False)]
+    held = [start + layout.held(rank, size) for rank in range(size) for layout, start in pairs]
+    return np.argsort(np.concatenate([np.arange(0), *held]))
 
 
 def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:

@@ -1,21 +1,29 @@
 """DeepSeek's sparse attention under the prefix schedule in fp64, against plain autograd and the
 stock schedule; its indexer is not trained."""
 
+from types import SimpleNamespace as Namespace
+
 import pytest
 import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.context_parallel.slices import check_slices
 from megatron_prefix.features.dsa import sparse as blocks
 from megatron_prefix.features.dsa.kind import DSA
 from megatron_prefix.features.dsa.sparse import Index, Sparse, choose
 from megatron_prefix.features.mla.kind import MLA
+from megatron_prefix.features.own_dsa.kind import FollowingDSA, OwnDSA
+from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import table
 from megatron_prefix.megatron.install import install, language_model
+from megatron_prefix.tree.cp_layout import Slices
+from tests.core.alignment import test_hybrid as hybrid_cases
 from tests.harness import hybrid, sparse, steps
 from tests.harness.hybrid import worst
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import one_rank
+from tests.harness.one_rank import one_rank, small_model
 from tests.harness.sparse import model_of
 
 EXACT = hybrid.limit(128, 2)
@@ -146,3 +154,81 @@ def test_other_forwards_of_such_layers_are_refused(absorbed):
             del mixer.linear_kv_up_proj
     with pytest.raises(CannotShare, match="layer 0's attention AbsorbedMLASelfAttention, which"):
         install(model)
+
+
+# slime's and miles' own, by a stand-in -----------------------------------------------------
+
+OWN = "decoder.layers.0.self_attention"
+FORWARD = sparse.DSAMultiLatentAttention.forward
+SWITCH = "MEGATRON_USE_SGLANG_ROPE"
+
+
+def own_model():
+    with sparse.own_sparse(every=2, first=1):
+        return unwrap(small_model("tiny-deepseek", spec=sparse.DENSE, wrap_ddp=False))
+
+
+def reads_more(self, *args, **options):
+    out, _ = FORWARD(self, *args, **options)
+    return out + out.roll(1), None
+
+
+def inputs_of_more(self, *given):
+    """It calls what it is to, and something else."""
+    return gather_from_sequence_parallel_region, FORWARD
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (f"{OWN}.forward", print, "layer 0's attention DSAMLASelfAttention, which has a forward"),
+        (f"{OWN}.__class__.__base__.forward", reads_more,
+         "layer 0's attention DSAMLASelfAttention, which has a forward"),
+        (f"{OWN}.__class__.__base__.get_absorb_query_key_value_tensors", inputs_of_more,
+         "layer 0's attention DSAMLASelfAttention, which has a forward"),
+        (f"{OWN}.rotary_pos_emb.forward", print, "rotary embedding YarnRotaryEmbedding: use"),
+        ("config.tensor_model_parallel_size", 2, "and without sequence parallelism"),
+        ("config.mtp_num_layers", 1, "own sparse attention with multi-token prediction"),
+    ],
+)  # fmt: skip
+def test_own_layers_are_refused_by_name(place, value, message, monkeypatch):
+    model = own_model()
+    hybrid_cases.change(monkeypatch, model, place, value)
+    with pytest.raises(CannotShare, match=message):
+        install(model)
+
+
+def test_switches_of_own_layers_are_looked_at_in_every_step(monkeypatch):
+    model = own_model()
+    parts = install(model).parts
+    assert [type(part.kind) for part in parts] == [OwnDSA, FollowingDSA]
+    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setattr(sparse, "indexer_replay_manager", Namespace(enabled=True), raising=False)
+    found = [one.text for one in parts[0].kind.option_refusals(parts[0].module, model.config)]
+    assert [SWITCH in found[0], "replays an indexer's choices" in found[1]] == [True, True]
+    assert len(found) == 2
+
+
+def test_calls_are_cut_as_own_layers_want_them():
+    model = own_model()
+    rank = Namespace(language_models=[model], models=[model])
+    capture = Namespace(calls=lambda chunk: [])
+    check_slices(capture, rank, Slices.CONTIGUOUS)
+    with pytest.raises(CannotShare, match="chunks of the zig-zag"):
+        check_slices(capture, rank, Slices.ZIGZAG)
+    rank.language_models[:] = [model_of({}, wrap_ddp=False)]
+    rank.models = rank.language_models
+    with pytest.raises(CannotShare, match="contiguous parts"):
+        check_slices(capture, rank, Slices.CONTIGUOUS)
+
+
+def test_work_and_weights_of_own_layers():
+    model = own_model()
+    config = table.with_module_fields(model.config, [model])
+    for kind, layer in zip((OwnDSA(), FollowingDSA()), model.decoder.layers, strict=True):
+        named = layer.self_attention.named_parameters()
+        weights = sum(one.numel() for name, one in named if "norm" not in name)
+        read = 6 * config.num_attention_heads * (2 * config.kv_lora_rank + 8)
+        assert kind.parameters(config) == weights
+        assert kind.work(config).products == weights + read
+        assert kind.work(config).pairs == (0 if kind.follows else 16 * 16)

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.features.context_parallel import slices
 from megatron_prefix.layers.attention import MaskUse
 from megatron_prefix.layers.model import counts_tokens
 from megatron_prefix.run.calls import (
     Callbacks,
     CallLayout,
     ModelCall,
-    are_contiguous,
     bound,
     check,
     check_masks,
     layouts,
+    slices_of,
 )
 from megatron_prefix.run.read.read_calls import CallTokens, check_positions, read_tokens
 from megatron_prefix.tree.cp_layout import Slices
@@ -139,31 +140,41 @@ def known(positions, *lengths):
 
 
 def test_a_packing_or_the_trainer_says_how_calls_are_cut():
-    for given, is_contiguous in (("zigzag", False), ("contiguous", True)):
+    zigzag, parts = [0, 3, 4, 5, 10, 11], [0, 1, 2, 3, 4, 5]
+    for given, setting, expected in (
+        ("zigzag", Slices.ZIGZAG, zigzag), ("contiguous", Slices.ZIGZAG, parts),
+        ("zigzag", Slices.CONTIGUOUS, parts),
+    ):  # fmt: skip
         packed = packing(0, 4, 12, cp_partition_mode=given)
         calls = [call(torch.zeros(1, 6), None, None, packed_seq_params=packed)]
-        assert are_contiguous(calls, Slices.ZIGZAG) is is_contiguous
-        assert are_contiguous(calls, Slices.CONTIGUOUS)
-    (found,) = layouts(calls, 2) or []
-    assert found.held(0, 2).tolist() == [0, 3, 4, 5, 10, 11]
+        (found,) = layouts(calls, 2, setting=setting) or []
+        assert found.held(0, 2).tolist() == expected
+        assert found.slices is slices_of(calls, setting)
+    assert CallLayout((4, 4), False, slices=Slices.CONTIGUOUS).held(1, 2).tolist() == [2, 3, 6, 7]
 
 
 def test_contiguous_slices_of_context_parallelism_are_refused():
-    check_positions(known([0, 1, 6, 7], 8), 0, 2, used=False)
-    for rank, positions in ((0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])):
+    for positions, lengths, rank in (
+        ([0, 1, 2, 3], (8,), 0), ([4, 5, 6, 7], (8,), 1),
+        ([0, 1, 2, 3, 0, 0], (8, 4), 0), ([4, 5, 6, 7, 0, 0], (8, 4), 1),  # behind it padding
+        ([2, 3, 4, 5, 6, 7], (4, 8), 1),  # a pack cut as a whole
+    ):  # fmt: skip
+        group, said = ranks_of(rank, 2), known(positions, *lengths)
         with pytest.raises(CannotShare, match="contiguous parts"):
-            check_positions(known(positions, 8), rank, 2, used=False)
-        with pytest.raises(CannotShare, match="contiguous parts"):  # behind it padding
-            check_positions(known([*positions, 0, 0], 8, 4), rank, 2, used=False)
-    with pytest.raises(CannotShare, match="contiguous parts"):  # a pack cut as a whole
-        check_positions(known([2, 3, 4, 5, 6, 7], 4, 8), 1, 2, used=False)
+            slices.check_positions(said, group)
+        layout = said.layouts[0]._replace(slices=Slices.CONTIGUOUS)
+        slices.check_positions(said._replace(layouts=[layout]), group)
+    slices.check_positions(known([0, 1, 6, 7], 8), ranks_of(0, 2))
+
+
+def ranks_of(rank, size):
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
 
 def test_learned_embeddings_need_positions_that_start_at_zero():
-    check_positions(known([0, 1, 2, 0, 1], 3, 2), 0, 1, used=True)
-    check_positions(known([7, 8, 9], 3), 0, 1, used=False)
+    check_positions(known([0, 1, 2, 0, 1], 3, 2), 0, 1)
     with pytest.raises(CannotShare, match="do not count from 0"):
-        check_positions(known([0, 1, 2, 3, 4], 3, 2), 0, 1, used=True)
+        check_positions(known([0, 1, 2, 3, 4], 3, 2), 0, 1)
 
 
 # Which masks of model calls are taken, for each thing that attention does with one ----------------

@@ -24,6 +24,7 @@ from megatron_prefix import PrefixConfig, get_forward_backward_func
 from megatron_prefix.lab.models import build
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.tree.cp_layout import Slices
 
 CONFIG = PrefixConfig(min_gain=0, segment_tokens=128, chunk_tokens=32, kernel="math")
 """Small segments, so that small steps have many; the kernel without probing."""
@@ -99,6 +100,7 @@ class Both:
     trained: Callable[..., Any] | None = None  # this and the next two: get_forward_backward_func
     samples: Callable[..., Any] | None = None
     masks_tokens: bool = False
+    slices: Slices = Slices.ZIGZAG
     swapped: Callable[..., Any] | None = None  # what has taken Megatron's place runs, not `config`
     state: Callable[[], list[Any]] = list
     left: Callable[[], Any] = tuple  # by losses, after a run; compared as its results are
@@ -138,7 +140,7 @@ class Both:
     def _ours(self):
         ours = self.swapped or functools.partial(
             get_forward_backward_func, prefix_config=self.config, trained=self.trained,
-            samples=self.samples, masks_tokens=self.masks_tokens,
+            samples=self.samples, masks_tokens=self.masks_tokens, slices=self.slices,
         )  # fmt: skip
         return ours()
 

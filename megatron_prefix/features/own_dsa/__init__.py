@@ -1,0 +1,1 @@
+"""Sparse attention that a trainer brings itself: kinds of layers, and how their segments run."""
