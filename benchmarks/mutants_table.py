@@ -661,6 +661,68 @@ _VISION = (
     ),
 )
 
+# Kimi K3's layers, and layers with several residual streams -----------------------------------
+
+_KIMI = "tests/core/alignment/test_kimi.py\ntests/test_cases.py -k kimi"
+_KIMI_RANKS = "tests/test_cases_on_ranks.py -k 'step and ({}) and not vpp'"
+_kimi = _area("kimi", _KIMI)
+_KIMI_CP = "tests/test_cases_on_ranks.py -k 'step and cp2 and not cp2_ and not _cp2'"
+_KIMI_LAYER, _KIMI_KIND = "features/kda/layer.py", "features/kda/kind.py"
+_OF_KIMI = (
+    _kimi("rule-without-states", _KIMI_LAYER, "        setattr(kernels, RULE, self._rule)\n", ""),
+    _kimi(
+        "convolutions-share-a-tail", _KIMI_LAYER,
+        "slice(number * width, (number + 1) * width)", "slice(0, width)",
+    ),
+    _kimi("states-of-the-last-convolution", _KIMI_LAYER, "if number == 0:", "if True:"),
+    _kimi(
+        "tails-in-another-order", "features/recurrent/states.py",
+        "torch.cat(self._left, -1)", "torch.cat(self._left[::-1], -1)",
+    ),
+    _kimi(
+        "other-heads-decay", _KIMI_LAYER, "options[name].chunk(size)[rank]",
+        "options[name].chunk(size)[0]", _KIMI_CP,
+    ),
+    _kimi(
+        "positions-still-move", _KIMI_LAYER,
+        "rebound(module.forward, **dict.fromkeys(_MOVES, _stays))", "module.forward", _KIMI_CP,
+    ),
+    _kimi(
+        "ranks-still-pass-states", _KIMI_LAYER, "yield self._module, name, self._alone(stock)",
+        "yield self._module, name, stock", _KIMI_CP,
+    ),
+    _kimi(
+        "latents-of-a-rank-alone", _KIMI_LAYER, 'projection, sharded = "kv_b_proj", False',
+        'projection, sharded = "kv_b_proj", True', _KIMI_RANKS.format("tp2_sp"),
+    ),
+    _kimi(
+        "a-state-too-few-is-sent", _KIMI_KIND, "1 + -(-layers // ", "1 + (layers // ",
+    ),
+    _kimi(
+        "gradients-of-other-widths", "run/execute/messages.py",
+        'numbers[-1] if action.kind == "B" else numbers[0] - 1', "numbers[0] - 1",
+        _KIMI_RANKS.format("pp2"),
+    ),
+    _kimi(
+        "parts-of-a-gradient-taken", _KIMI_KIND, "if getattr(parameter, MARK, False) and",
+        "if False and",
+    ),
+    _kimi(
+        "marks-that-are-read-refused", _KIMI_KIND, "if MARK in inspect.getsource(finalize):",
+        "if False:",
+    ),
+    _kimi("heads-that-ranks-cannot-share", _KIMI_KIND, "if heads % ranks:", "if heads < 0:"),
+    _kimi(
+        "rule-tried-with-one-decay-a-head", _KIMI_LAYER, "g.unsqueeze(-1)", "0 * g.unsqueeze(-1)",
+    ),
+    _kimi("streams-sent-as-one", "features/streams/kind.py", "return next(", "return 1 or next("),
+    _kimi(
+        "own-layers-end-early", "megatron/install.py",
+        'if not families.forward_owner(layer).endswith(".TransformerLayer"):', "if False:",
+        "tests/core/alignment/test_unread.py",
+    ),
+)  # fmt: skip
+
 # A trainer's own GatedDeltaNet ---------------------------------------------------------------
 
 _OWN = "tests/core/alignment/test_own_delta.py\ntests/test_cases.py -k own"
@@ -1561,6 +1623,6 @@ _FEATURES = (
 )  # fmt: skip
 
 MUTANTS: tuple[Mutant, ...] = (
-    *_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_OWN_DSA, *_DSA, *_ROUTES, *_BYTES, *_PLANS,
-    *_FEATURES,
+    *_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_OF_KIMI, *_OWN_DSA, *_DSA, *_ROUTES, *_BYTES,
+    *_PLANS, *_FEATURES,
 )  # fmt: skip

@@ -154,6 +154,13 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "mamba": Family("tiny-nemotron-h", _hybrid("M*M-")),
     "mamba alone": Family("tiny-nemotron-h", _hybrid("M-M")),
     "gdn and mamba": Family("tiny-nemotron-h", {**_DELTA, **_hybrid("GM*G-M")}, since="0.17"),
+    # Kimi Delta Attention, beside latent attention (miles, Megatron-Bridge). Its first positions
+    # leave little, of which there is a norm.
+    **{name: Family("tiny-deepseek", {**_LATENTS, "num_layers": 4, "layernorm_epsilon": 1e-2},
+                    own_attention=True, around=name) for name in ("kimi", "kimi alone")},
+    # Several residual streams.
+    "streams": Family("tiny-qwen3", config={"enable_mhc_connections": True}, since="0.20",
+                      around="streams"),
     # Sparse attention.
     "dsa": _dsa(),
     "dsa two keys": _dsa(dsa_indexer_topk=2),
@@ -362,8 +369,8 @@ RECOMPUTES: dict[str, dict[str, Any]] = {
     "uniform": {"recompute_granularity": "full", "recompute_method": "uniform",
                 "recompute_num_layers": 2},
     **{name: _selective(*name.split("+")) for name in (
-        "core_attn", "layernorm", "mlp", "mla_up_proj", "mla_up_proj+core_attn", "moe+layernorm",
-        "core_attn+mlp+layernorm",
+        "core_attn", "layernorm", "mlp", "mhc", "mla_up_proj", "mla_up_proj+core_attn",
+        "moe+layernorm", "core_attn+mlp+layernorm",
     )},
 }  # fmt: skip
 """Megatron's own recomputation, and fields of TransformerConfig that say so; none of those: see

@@ -140,6 +140,15 @@ ROWS = [
     ),
     row("own delta global", "whole", *TREE, "sidecar"),
     *(row(name, "chunks of 7") for name in ("own delta keywords", "own delta alone")),
+    # Kimi K3's layers, and layers with several residual streams.
+    *(row("kimi", options) for options in (*OWN, "chunks of 2")),
+    row("kimi", "whole", *TREE, "sidecar"),
+    row("kimi alone", "chunks of 7", form="thd"),
+    row("kimi", "recompute chunks", session="evaluate"),
+    *_recomputed("kimi", "full", "layernorm"),
+    *(row("streams", options, recompute="mhc") for options in ("whole", "recompute chunks")),
+    row("streams", "packs of chunks", form="thd"),
+    row("streams", "graphs in chunks", tree="groups", session="train", form="rows"),
     *_recomputed("own delta attribute", "selective", first=1),
     *_recomputed("own delta global", "full", "selective"),
     # A trainer's own sparse attention.

@@ -109,6 +109,14 @@ def _is_own_sparse(layer: Any) -> bool:
 
 KINDS: tuple[FeatureKind, ...] = (
     FeatureKind(
+        f"{_FOLDER}streams.kind:Streams",
+        lambda config: (
+            getattr(config, "enable_mhc_connections", False)  # of Megatron's main branch
+            or getattr(config, "enable_hyper_connections", False)  # of its dev branch
+        ),
+        lambda _: False,
+    ),
+    FeatureKind(
         f"{_FOLDER}mtp.kind:NextToken",
         lambda config: bool(getattr(config, "mtp_num_layers", None)),
         lambda _: False,
@@ -136,6 +144,14 @@ KINDS: tuple[FeatureKind, ...] = (
         lambda config: _variant(config) in ("gated_delta_net", "gdn"),
         lambda layer: _has_mixer(layer, "GatedDeltaNet"),
         symbol="G",
+    ),
+    *(
+        FeatureKind(
+            f"{_FOLDER}kda.kind:{name}",
+            lambda config: hasattr(config, "kimi_kda_layers"),
+            lambda layer: hasattr(_attention_of(layer), "is_kda"),
+        )
+        for name in ("KimiDelta", "KimiLatents")
     ),
     FeatureKind(
         f"{_FOLDER}mla.kind:MLA",

@@ -137,6 +137,11 @@ class Kind:
         """What a span leaves for its children in a layer; None: nothing."""
         return None
 
+    def states_sent(self, config: Any, layers: int) -> int:
+        """Hidden states of a position that a pipeline stage gives to the next one, behind so many
+        layers of the model."""
+        return 1
+
     def dropped(self, config: Any, sharding: Sharding) -> float:
         """Bytes a position on one rank that need not be kept, as memory policy "recompute_act"
         makes them again."""

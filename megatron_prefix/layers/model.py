@@ -95,6 +95,12 @@ def payloads_of(
     return tuple(tuple(payload for payload in layer if payload) for layer in every)
 
 
+def sent_width(config: Any, layers: int) -> int:
+    """Numbers of a position that a pipeline stage gives to the next one, behind so many layers."""
+    states = max(kind.states_sent(config, layers) for kind in table.kinds_of(config))
+    return states * int(config.hidden_size)
+
+
 def dropped_bytes(config: Any, pattern: str | None, sharding: Sharding) -> float:
     """Bytes a position that policy "recompute_act" drops in all layers; arguments as of
     `layers_of`."""

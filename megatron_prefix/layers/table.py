@@ -82,8 +82,7 @@ def payload_parts(model: Any) -> list[Part]:
 
 def forms(parts: Iterable[Part]) -> list[Form]:
     """Of the payloads of some parts of a model."""
-    of_parts = (part.kind.form_in(part.module) for part in parts if part.kind)
-    return [form for form in of_parts if form]
+    return [form for part in parts if part.kind and (form := part.kind.form_in(part.module))]
 
 
 def with_module_fields(config: Any, models: Iterable[Any]) -> Any:
@@ -116,7 +115,6 @@ def refusals(model: Any) -> Iterator[Reason]:
 
 
 def _has_no_mixer(layer: Any) -> bool:
-    if hasattr(layer, "mixer"):
-        return False
     attention = getattr(layer, "self_attention", None)
-    return (attention is None or type(attention).__name__ == "IdentityOp") and hasattr(layer, "mlp")
+    has_none = attention is None or type(attention).__name__ == "IdentityOp"
+    return has_none and hasattr(layer, "mlp") and not hasattr(layer, "mixer")

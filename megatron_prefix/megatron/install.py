@@ -470,13 +470,12 @@ def _module_windows(parts: Sequence[Part]) -> list[Any]:
 def _can_end_early(layer: Any) -> bool:
     """Whether what follows attention in a layer can run on some positions: not where a router
     counts all of them, and not in a layer that is put together differently from Megatron's."""
-    add, mlp = getattr(layer, "self_attn_bda", None), getattr(layer, "mlp", None)
-    attention = getattr(layer, "self_attention", None)
-    projection = getattr(attention, "linear_proj", None)
-    modules = isinstance(projection, nn.Module) and isinstance(mlp, nn.Module)
-    modules = modules and not isinstance(mlp, IdentityOp)  # in a hybrid model it is another layer
-    plain = callable(add) and not isinstance(add, nn.Module)  # a module cannot be overridden
-    return modules and plain and not hasattr(mlp, "router")
+    if not families.forward_owner(layer).endswith(".TransformerLayer"):
+        return False
+    # In a hybrid model the MLP is another layer; and a module cannot be overridden.
+    absent = isinstance(layer.mlp, IdentityOp) or isinstance(layer.self_attn_bda, nn.Module)
+    has_projection = isinstance(getattr(layer.self_attention, "linear_proj", None), nn.Module)
+    return has_projection and not absent and not hasattr(layer.mlp, "router")
 
 
 def described(rotary: Any) -> str:

@@ -260,7 +260,7 @@ class StepRun:
         lengths = [
             forest.num_positions[sample] for sample, m in enumerate(owners) if m == microbatch
         ]
-        parts = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+        parts = groups.cp.size() * self._rank.model.sequence_ranks
         packed = self._step.packed[microbatch]
         num, batch = (sum(lengths), 1) if packed else (lengths[0], len(lengths))
         shape = num // parts, batch, config.hidden_size
@@ -314,7 +314,7 @@ class StepRun:
         rank, config = self._rank, self._rank.config
         return Links(
             channels_of(rank.groups.pp, rank.device), self._report.union_plan,
-            message_shape(config, plan), message_dtype(config), rank.device, not rank.forward_only,
+            message_shape(rank, plan), message_dtype(config), rank.device, not rank.forward_only,
             tuple((exchange.segment, exchange.depth) for exchange in self._step.forest.exchanges),
         )  # fmt: skip
 

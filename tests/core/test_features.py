@@ -42,6 +42,7 @@ WORDS = {
     "recompute_act": r"ActivatedAgain|activates_again|recompute_act",
     "mla": r"\bMLA|[lL]atents|multi_latent|kv_up_proj|lora_rank",
     "windows": r"WindowKeys|window_keys|WINDOW_|window_attn",
+    "kda": r"[kK]imi|\bkda\b|KIMI", "streams": r"hyper_?[cC]onnections|residual_streams",
     "recurrent": r"Recurrent|Mamba2|GatedDelta|gated_delta|LayerStates|_ssm_",
     "own_dsa": r"own_dsa|OwnDSA|OwnSparse|SparseMLA|PoolAttention|lighting_indexer",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward", "verify": r"[Vv]erif|VERIF",
@@ -54,6 +55,7 @@ STAYS = {
     "dsa": {"refusals/table.py"},
     "experts": {"layers/model.py", "refusals/table.py"},
     "graphs": {"config.py", "refusals/table.py"},
+    "kda": {"refusals/table.py"},
     "host": {
         "config.py", "parts.py", "plan/actions.py", "plan/memory.py", "plan/memory_policy.py",
         "plan/step_planner.py", "refusals/table.py", "run/execute/memory_control.py",

@@ -28,6 +28,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.trainers import kimi
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from tests.cases import DRAWN, FAMILIES, LAYOUTS, RECOMPUTES
@@ -198,6 +199,25 @@ def _trained(words: Sequence[str], are: bool) -> Any:
 
 
 @contextlib.contextmanager
+def _streams() -> Iterator[None]:
+    """Layers have several residual streams, as since Megatron-Core 0.20."""
+    from megatron.core.transformer import hyper_connection, transformer_layer
+
+    def streamed(config: Any, block: Any, **options: Any) -> Any:
+        module = hyper_connection.HyperConnectionModule
+        for layer in block.layer_specs:
+            layer.module = transformer_layer.HyperConnectionTransformerLayer
+            layer.submodules.self_attention_hyper_connection = module
+            layer.submodules.mlp_hyper_connection = module
+        return stock(config, block, **options)
+
+    stock = gpt_model.GPTModel
+    ranges = mock.patch.object(torch.cuda.nvtx, "range", contextlib.nullcontext)  # of a GPU alone
+    with ranges, mock.patch.object(gpt_model, "GPTModel", streamed):
+        yield
+
+
+@contextlib.contextmanager
 def _marked() -> Iterator[None]:
     """MLA's projections down are marked as transformer-engine's: cut, which they are not."""
     make = Linear.__init__
@@ -226,6 +246,9 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "learned_positions": lambda case: _positions("learned_absolute"),
     "no_positions": lambda case: _positions("none"),
     "marked projections": lambda case: _marked(),
+    "streams": lambda case: _streams(),
+    "kimi": lambda case: kimi.own_layers(),
+    "kimi alone": lambda case: kimi.own_layers(kda=range(1, 9)),
     "adapted": lambda case: _adapted(),
     "switched": lambda case: _switched(),
     "adapted fc2": lambda case: _adapted(targets=("linear_fc2",)),

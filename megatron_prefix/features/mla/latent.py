@@ -39,28 +39,37 @@ class Latents(Shared):
 
     Args:
         module: Megatron's MLASelfAttention.
+
+    Attributes:
+        projection: of latents to keys and values, by the name that it has in the module.
+        sharded: whether sequence-parallel ranks each project a part of the rows.
     """
+
+    projection, sharded = "linear_kv_up_proj", True
 
     def __init__(self, module: Any, number: int, running: Running) -> None:
         config = module.config
         self._module, self._number, self._running = module, number, running
         self._group = module.pg_collection.tp
-        self._ranks = self._group.size() if config.sequence_parallel else 1
-        self._heads = module.num_attention_heads_per_partition
+        self._ranks = self._group.size() if config.sequence_parallel and self.sharded else 1
+        self._heads = config.num_attention_heads // self._group.size()
         self._plain, self._value_width = config.qk_head_dim, config.v_head_dim
-        self._project = module.linear_kv_up_proj.forward
-        self._rotary = module.rotary_pos_emb
-        running.rotary.add(self._rotary)
+        self._projection = getattr(module, self.projection)
+        self._project = self._projection.forward
+        self._rotary: Any = getattr(module, "rotary_pos_emb", None)
+        if self._rotary is not None:
+            running.rotary.add(self._rotary)
         self._latents: Tensor | None = None  # with a tap
 
     @property
     def weights(self) -> list[Tensor]:
-        weights = self._module.linear_kv_up_proj.parameters()
-        return [weight for weight in weights if weight.requires_grad]
+        return [weight for weight in self._projection.parameters() if weight.requires_grad]
 
     def overrides(self) -> Iterator[Override]:
         rotary = self._rotary
-        yield self._module.linear_kv_up_proj, "forward", self._projecting
+        yield self._projection, "forward", self._projecting
+        if rotary is None:
+            return
         yield rotary, "forward", self.angles(rotary, rotary.forward)
         if hasattr(rotary, "get_cached_cos_sin"):
             yield rotary, "get_cached_cos_sin", self._turns(rotary.get_cached_cos_sin)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from torch import Tensor
 from megatron_prefix.device.transfer import to_device
 from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.tree import cp_layout
+
+if TYPE_CHECKING:
+    from megatron_prefix.layers.segment import SegmentContext
 
 
 class HeadParts:
@@ -76,6 +79,17 @@ class HeadParts:
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=self._group)
         return received
+
+
+def heads_of(context: SegmentContext, group: Any) -> HeadParts:
+    """What context-parallel ranks exchange heads of a segment by; made in its first layer, for all
+    of them."""
+    parts: HeadParts | None = context.between.get(("heads", None))
+    if parts is None:
+        lengths = context.cache.map.lengths[context.index]
+        parts = HeadParts(group, lengths, context.positions.device)
+        context.between["heads", None] = parts
+    return parts
 
 
 def of_channels(convolution: Any, group: Any) -> Any:

@@ -86,7 +86,9 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         elif ranks > 1 and not _passes_states(module):
             yield OWN_DELTA_CP.given()
         elif inside.num_k_heads % ranks or inside.num_v_heads % ranks:
-            yield OWN_DELTA_HEADS.given(inside.num_k_heads, inside.num_v_heads, ranks)
+            yield OWN_DELTA_HEADS.given(
+                "GatedDeltaNet", inside.num_k_heads, inside.num_v_heads, ranks
+            )
         layers = _own_layers(module.hf_config)
         if module.layer_number - 1 not in layers:
             yield OTHER_MIXER.given(number, type(inside).__name__)
@@ -97,7 +99,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         device = next(inside.parameters()).device.type
         sizes = inside.head_k_dim, inside.head_v_dim, max(inside.num_v_heads // ranks, 1)
         if why := probe.tried(own_layer.rule_of(inside), device, *sizes):
-            yield DELTA_KERNEL.given(why)
+            yield DELTA_KERNEL.given("GatedDeltaNet", why)
         elif own_layer.mixes_elsewhere(inside):
             yield OWN_DELTA_MIXES.given(number, type(inside).__name__)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device import tolerance
-from megatron_prefix.features.own_gdn.heads import HeadParts, of_channels
+from megatron_prefix.features.own_gdn.heads import HeadParts, heads_of, of_channels
 from megatron_prefix.features.recurrent.delta import NUM_INPUTS, DeltaSpans, parameters_of
 from megatron_prefix.features.recurrent.states import segment_of
 from megatron_prefix.layers.kind import Override, Running
@@ -91,18 +91,11 @@ class OwnDeltaLayer(DeltaSpans):
         return parts.joined(out), None
 
     def _parts(self) -> HeadParts | None:
-        """What context-parallel ranks exchange heads by; made in the first layer of a segment, for
-        all of them. None on a single rank."""
+        """What context-parallel ranks exchange heads by; None on a single rank."""
         group = getattr(self._inside, "cp_group", None)
         if group is None or group.size() == 1 or self._running.current is None:
             return None
-        context = segment_of(self._running)
-        parts: HeadParts | None = context.between.get(("heads", None))
-        if parts is None:
-            lengths = context.cache.map.lengths[context.index]
-            parts = HeadParts(group, lengths, context.positions.device)
-            context.between["heads", None] = parts
-        return parts
+        return heads_of(segment_of(self._running), group)
 
 
 def _stays(x: Tensor, *_: Any) -> Tensor:

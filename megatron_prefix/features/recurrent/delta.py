@@ -64,7 +64,16 @@ class DeltaSpans:
         context = segment_of(self._running)
         states = LayerStates(context, self._layer, x, before)
         context.between["states", self._layer] = states
-        row, edges = states.edges(x.squeeze(0))
+        return self._of_row(states, x, before, stock)
+
+    @staticmethod
+    def _of_row(
+        states: LayerStates, x: Tensor, before: int, stock: Callable[[Tensor], Tensor],
+        part: slice | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `_convolve`; `part`: channels of a layer's that `x` has, where it has several
+        convolutions."""
+        row, edges = states.edges(x.squeeze(0), part=part)
         y = stock(row.unsqueeze(0))
         if edges is None:
             return y

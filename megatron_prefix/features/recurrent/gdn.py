@@ -63,7 +63,7 @@ class GatedDeltaNet(Recurrent):
             config.linear_num_value_heads // ranks,
         )[self.module]  # fmt: skip
         if why:
-            yield DELTA_KERNEL.given(why)
+            yield DELTA_KERNEL.given("GatedDeltaNet", why)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         from megatron_prefix.features.recurrent.delta import GatedDeltaLayer

@@ -56,17 +56,21 @@ class LayerStates:
         self.spans, self.inner = spans_of(context), context.inner
         self.state: Tensor | None = None
         self.tail: Tensor | None = None
-        self._left: Tensor | None = None
+        self._left: list[Tensor] = []
         context.enter(layer, backward=context.backward)
         if self.spans.has_parents:
             self.state, self.tail = _enter(anchor, context, layer)
 
-    def edges(self, x: Tensor, channels: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+    def edges(
+        self, x: Tensor, channels: slice = slice(None), part: slice | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The convolution's inputs around the beginnings of spans; what they leave of `x` is kept.
 
         Args:
             x: its inputs, [positions, width].
             channels: those of `x` that it takes.
+            part: which of the layer's these are, where it has several convolutions, which are
+                asked for in turn; None: all.
 
         Returns:
             `x`, which must be used in its place by one kernel alone; and [spans, 2 * before,
@@ -80,11 +84,14 @@ class LayerStates:
         x, rows = with_some(x, edges.ends if self.inner else edges.first)
         first, *last = rows[:, channels].unflatten(0, (-1, *shape))
         tail = first.new_zeros(first.shape) if self.tail is None else self.tail
+        if part is not None and self.tail is not None:
+            tail = self.tail[..., part]
         if self.inner:
-            self._left = last[0]
+            left = last[0]
             if edges.tail is not None:
                 sides = torch.cat([tail, first, *last], 1).flatten(0, 1)
-                self._left = sides.index_select(0, edges.tail).unflatten(0, shape)
+                left = sides.index_select(0, edges.tail).unflatten(0, shape)
+            self._left.append(left)
         return x, None if is_one_root else torch.cat([tail, first], 1)
 
     def leave(self, out: Tensor, state: Tensor | None) -> Tensor:
@@ -94,9 +101,10 @@ class LayerStates:
             state: of every span behind its last position; not needed for a wave.
         """
         if self.inner:
-            if state is None or self._left is None:
+            if state is None or not self._left:
                 raise RuntimeError("a recurrent layer has left no state: its kernel returned none")
-            out = _leave(out, state, self._left, self._context, self._layer)
+            tail = self._left[0] if len(self._left) == 1 else torch.cat(self._left, -1)
+            out = _leave(out, state, tail, self._context, self._layer)
         self._context.leave(self._layer, backward=False)
         return out
 

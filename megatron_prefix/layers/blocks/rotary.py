@@ -44,13 +44,12 @@ class Rotary:
         self._length = 1 << max_position.bit_length()
         self.tables, self._at = {}, None
         for number, module in enumerate(self.modules):
-            like = next(
-                (earlier for earlier in self.modules[:number] if _equal(earlier, module)), None
-            )
+            earlier = self.modules[:number]
+            like = next((other for other in earlier if _equal(other, module)), module)
+            self._names[id(module)] = id(like)
             # Not `forward`, which caches per class and slices by context-parallel rank.
-            table = None if like is None else self.tables[id(like)]
-            self._names[id(module)] = id(module if like is None else like)
-            self.tables[id(module)] = table or _with_scale(module.get_emb(self._length))
+            made = self.tables.get(id(like)) or module.get_emb(self._length)
+            self.tables[id(module)] = made if isinstance(made, tuple) else (made, 1.0)
         # Megatron's modules move their numbers to the device when they are called first.
         self._made_of = [_made_of(module) for module in self.modules]
 
@@ -67,10 +66,6 @@ class Rotary:
         if name not in self._rows:
             self._rows[name] = self.tables[name][0].index_select(0, positions)
         return self._rows[name]
-
-
-def _with_scale(embedding: Tensor | tuple[Tensor, float]) -> tuple[Tensor, float]:
-    return embedding if isinstance(embedding, tuple) else (embedding, 1.0)
 
 
 def _made_of(module: nn.Module) -> list[Any]:

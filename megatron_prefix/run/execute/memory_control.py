@@ -122,7 +122,8 @@ class MemoryControl:
         if limit is None:
             limit = limit_of(max(self._stock_peaks(joint, request)), self._static)
         self.limit = max(least, limit)
-        footprint = self._before_settled(request)
+        # Before it is known whether a rank keeps K/V of all: only if the user says so.
+        footprint = self._footprint(request, gathers=self._config.cp_reduce == "segment")
         if is_free:
             may_offload = any(part.may_offload for part in request.parts)
             policies = automatic(
@@ -140,10 +141,6 @@ class MemoryControl:
         )
         footprint = request.costs.footprint(rank, gathers=False, stock=True)
         return [memory.peak for memory in footprint.peaks(plan)]
-
-    def _before_settled(self, request: Request) -> MemoryModel:
-        """Before it is known whether a rank keeps K/V of all: only if the user says so."""
-        return self._footprint(request, gathers=self._config.cp_reduce == "segment")
 
     def _footprint(self, request: Request, gathers: bool | None = None) -> MemoryModel:
         """Bytes of the model on a rank, in the step that runs unless `gathers` is given."""

@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_prefix.layers.model import sent_width
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.timetable import Depths, StageMessage, message_gaps
 from megatron_prefix.run.agreement import naming
+from megatron_prefix.run.rank import Rank
 
-ShapeOf = Callable[[int], tuple[int, ...]]
-"""Shape of a segment's message."""
+ShapeOf = Callable[[Action], tuple[int, ...]]
+"""Shape of the message that an action of this rank waits for."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,17 @@ def _first_use(channels: Channels, kind: str, sender: int, device: torch.device)
         dist.recv(token, channels.ranks[sender], group=group)
 
 
-def message_shape(config: Any, plan: Plan) -> ShapeOf:
+def message_shape(rank: Rank, plan: Plan) -> ShapeOf:
     """Shape of a segment's activations between two stages (and of their gradients)."""
-    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    parts *= config.context_parallel_size
-    return lambda index: (plan.segments[index].padded_length // parts, 1, config.hidden_size)
+    parts = rank.model.sequence_ranks * rank.config.context_parallel_size
+
+    def shape(action: Action) -> tuple[int, ...]:
+        layers = rank.language_models[action.chunk].decoder.layers
+        numbers = [layer.layer_number for layer in layers] or [1]
+        width = sent_width(rank.config, numbers[-1] if action.kind == "B" else numbers[0] - 1)
+        return plan.segments[action.segment].padded_length // parts, 1, width
+
+    return shape
 
 
 def message_dtype(config: Any) -> torch.dtype:
@@ -182,7 +190,7 @@ class Links:
             self._sent.append((work, tensor, receiver))  # it lives until it has left
             return
         with self._named(f"waiting for {action} of", sender):
-            shape = self._shape(action.segment)
+            shape = self._shape(action)
             tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
             work = dist.irecv(tensor, self._channels.ranks[sender], group=group)
         self._coming[action] = work, sender, tensor

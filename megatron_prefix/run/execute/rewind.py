@@ -142,6 +142,4 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return host.copy_(tensor.detach(), non_blocking=True)
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_side_stream = functools.cache(torch.cuda.Stream)

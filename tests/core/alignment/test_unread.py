@@ -8,6 +8,7 @@ import pytest
 
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.megatron.install import install
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 
@@ -95,3 +96,15 @@ def test_routers_see_all_positions():
     forest = schedule.report.forest
     assert seen["mlp 1"] == seen["mlp 0"] == forest.executed_tokens
     assert seen["output"] == num_read(forest)
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_layer_with_a_forward_of_its_own_runs_to_its_end():
+    """It may add up other streams than Megatron's (hyper-connections)."""
+    kept = []
+    for own in ({}, {"forward": lambda self, *given: given}):
+        model = small_model(wrap_ddp=False)
+        layer = unwrap(model).decoder.layers[-1]
+        layer.__class__ = type("Own", (type(layer),), own)
+        kept.append(install(model).keys_only)
+    assert kept == [1, None]

@@ -16,9 +16,7 @@ from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d, causal_conv1d_fn
 from megatron_prefix.megatron import features
 from megatron_prefix.refusals.table import DELTA_KERNEL
-from tests.harness import (
-    ranks,  # noqa: F401  # applies the CPU platform
-)
+from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
 
 @pytest.mark.parametrize("kernels", [torch.float32, torch.bfloat16])
@@ -197,7 +195,7 @@ def test_a_wrong_rule_is_refused_when_a_model_is_installed(monkeypatch):
     cpu.load_recurrent_layers()
     kind = sys.modules["megatron.core.ssm.gated_delta_net"].GatedDeltaNet
     layer = SimpleNamespace(self_attention=kind.__new__(kind))
-    wrong = DELTA_KERNEL.given("wrong output")
+    wrong = DELTA_KERNEL.given("GatedDeltaNet", "wrong output")
     for device, found in (("cuda", [wrong]), ("cpu", [])):
         model = SimpleNamespace(
             config=SimpleNamespace(

@@ -1,0 +1,1 @@
+"""Layers with several residual streams."""
