@@ -28,7 +28,7 @@ WORDS = {
     "gkd": "distillation", "topk": "distillation", "full": "a reference model",
     "kl": "several calls a step", "sharded": "distributed optimizer", "hot": "a temperature",
     "across": "prompts across ranks", "mtp": "multi-token prediction", "whole": "whole groups",
-    "gdn": "its GatedDeltaNet",
+    "gdn": "its GatedDeltaNet", "dsa": "its sparse attention",
     "tokens": "means over tokens", "sequences": "means over sequences",
     "static": "fixed microbatches", "packed": "packed rows",
     "frozen": "a frozen tower", "text": "text without images",
@@ -64,6 +64,8 @@ def models_of(trainer: Trainer) -> Iterator[str]:
         yield "experts"
     if trainer.name in {one for one, _, _ in test_own_delta.MODULES.values()}:
         yield "its GatedDeltaNet"
+    if any("dsa" in parts(one)[1] for one in layouts):
+        yield "its sparse attention"
     models = (vision_models.BY_WORD.get(word) for one in layouts for word in parts(one)[1])
     yield from dict.fromkeys(filter(None, models))
     for name in [name for name, model in vision_models.MODELS.items() if not model.heard]:
