@@ -404,6 +404,13 @@ _GRAPHS = (
         "tests/core/plan/test_joint_forest.py",
     ),
     _graphs(
+        "never-tried-where-sharing-is-slow",
+        "features/graphs/part.py",
+        "ratio * DOUBT < 1:",
+        "ratio < 1:",
+        "tests/core/features/graphs/test_graphs_auto.py",
+    ),
+    _graphs(
         "late-for-ever",
         "features/graphs/choice.py",
         "            if slow == ENOUGH or self.late == MOST_LATE:",

@@ -125,6 +125,12 @@ class GraphChoice:
             return cls(0, is_open=True, is_measured=True)
         return cls(setting)
 
+    @property
+    def tries(self) -> bool:
+        """Whether steps without graphs are still to show whether they may be worth something."""
+        unknown = len(self.without) < ENOUGH or self.waits > 0
+        return self.is_measured and self.is_open and not self.tokens and unknown
+
     def after(
         self, ratio: float, waits: int, *, may_try: bool, captured: bool = False, used: bool = True
     ) -> GraphChoice:

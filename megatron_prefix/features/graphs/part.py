@@ -27,6 +27,7 @@ from megatron_prefix.layers import table
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import Hooks, installed
 from megatron_prefix.parts import Attempt, StepPart, TimedStep
+from megatron_prefix.plan.gate import DOUBT
 from megatron_prefix.run.agreement import all_say, first_says
 from megatron_prefix.run.execute.memory_control import free_memory
 from megatron_prefix.tree.payload_map import Form, PayloadMap
@@ -34,6 +35,7 @@ from megatron_prefix.tree.payload_map import Form, PayloadMap
 if TYPE_CHECKING:
     from megatron_prefix.plan.actions import Plan
     from megatron_prefix.plan.cost import CostModel
+    from megatron_prefix.plan.gate import Decision
     from megatron_prefix.plan.memory import Footprint, RankMemory
     from megatron_prefix.run.report import StepReport
     from megatron_prefix.run.request import Request
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _CHOICE, _RAN, _ARENAS, _CAPTURED = "choice", "ran", "arenas", "captured"
 _HELD, _TIMED, _RESERVED, _LENT = "held", "timed", "reserved", "lent"
-_STAYED, _MADE = "stayed", "made"
+_STAYED, _MADE, _TRIED = "stayed", "made", "tried"
 ROOM = 1.08
 """Of what graphs hold, what is planned for: captures leave gaps in torch's memory."""
 MOST_MADE = 4
 """Steps in a row that make graphs anew, as the stock schedule has run before, until there are no
 more."""
+MOST_TRIED = 8
+"""Steps that share only so that it is known whether graphs are worth trying."""
 COPIES = 3
 """Hidden states a position that a segment keeps in front of graphs and behind them."""
 TIMED = 3
@@ -113,6 +117,19 @@ class Graphs(StepPart):
             pool = spared = max((of.wave for of in stages), default=0.0)
         of_stages = replace(footprint, stages=stages, spared=spared)
         return replace(of_stages, pool=ROOM * pool, pool_length=self.even)
+
+    def decided(self, decision: Decision) -> Decision:
+        """See StepPart. Where the host sets the pace sharing may only pay with graphs, which are
+        chosen by steps that share: a few do that take little longer."""
+        ratio = decision.predicted_speedup / self.config.min_speedup
+        number = self.kept.get(_TRIED, 0)
+        if decision.share or number >= MOST_TRIED or not self.choice.tries or self._why_not:
+            return decision
+        if self.config.mode != "auto" or ratio * DOUBT < 1:
+            return decision
+        self.kept[_TRIED] = number + 1
+        reason = f"predicted speedup {decision.predicted_speedup:.2f}: CUDA graphs may be faster"
+        return replace(decision, share=True, fallback=False, reason=reason)
 
     def times(self, times: CostModel) -> CostModel:
         """See StepPart. Where graphs are tried, segments are planned for them: shorter ones, of

@@ -11,6 +11,7 @@ from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.features.measure import cost_meter
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.verify import align
+from megatron_prefix.plan.gate import Decision
 from megatron_prefix.run import parts_of_call
 from tests.core.features.graphs.test_graphs import shared_step
 from tests.harness.one_rank import small_model
@@ -45,6 +46,23 @@ def test_tried_after_first_steps_and_kept_if_they_pay(pays, kept, monkeypatch, r
     # first step with graphs captures them, and the next two decide.
     assert lengths == [0] * 4 + [32] * 3 + [32 if kept else 0] * 4
     assert not any(replayed[:5]) and replayed[6] and replayed[10] == kept
+
+
+@pytest.mark.parametrize(("given", "when"), [("auto", (0, 1, 4)), (0, (2, 3))])
+def test_steps_share_until_graphs_can_be_tried(given, when, monkeypatch, recorded_graphs):
+    """Where the host sets the pace, sharing may only pay with them. Others time both schedules."""
+    slow = Decision(False, "slow", True, 0.8)
+    monkeypatch.setattr("megatron_prefix.run.planning.decide", lambda *_: slow)
+    model = small_model()
+    schedule = PrefixSchedule(replace(CONFIG, min_speedup=1.0, graph_tokens=given))
+    shares, lengths = [], []
+    for seed in range(7):
+        groups = [*generate(2, 24, 9, 4, vocab_size=64, seed=seed)]
+        align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
+        shares.append(schedule.report.decision.share)
+        lengths.append(choice_of(schedule).tokens)
+    assert shares == [step in when for step in range(7)]
+    assert lengths == ([0] * 4 + [32] * 3 if given else [0] * 7)
 
 
 def test_seconds_of_captures_are_left_out(monkeypatch, recorded_graphs):
