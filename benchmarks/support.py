@@ -39,6 +39,8 @@ FAMILIES = {
 """Families, and what names of models of each have; the first that fits counts."""
 TESTED = {
     "sparse attention (DSA)": "dsa|own sparse",
+    "Kimi K3's layers": "kimi",
+    "hyper-connections": "streams",
     "multi-token prediction": "mtp",
     "trainers' own GatedDeltaNet": "own delta",
     "hybrid (Mamba2)": "mamba",
@@ -63,6 +65,7 @@ OF_MODELS = {
     "GLM-4.5, GLM-4.6, GLM-4.7 (`glm4_moe`)": (r"GLM-4\.[567](?!-)", [EXPERTS, MTP]),
     "GLM-4.7-Flash": ("GLM-4.7-Flash", [MLA, EXPERTS, MTP]),
     "DeepSeek-V3.2, GLM-5": (r"DeepSeek-V3\.2|GLM-5", [DSA, EXPERTS]),
+    "Kimi K3": ("Kimi K3", ["Kimi K3's layers"]),
     "gpt-oss": ("gpt-oss", [WINDOWS, EXPERTS]),
     "Gemma 3, Mistral": ("Gemma|Mistral", [WINDOWS]),
     "Qwen2-VL to Qwen3.5, GLM-4V, Kimi-K2.5": ("-VL-", ["vision-language"]),
