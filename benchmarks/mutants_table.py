@@ -707,8 +707,19 @@ _OF_KIMI = (
     ),
     _kimi(
         "gradients-of-other-widths", "run/execute/messages.py",
-        'numbers[-1] if action.kind == "B" else numbers[0] - 1', "numbers[0] - 1",
+        'numbers[-1] if kind == "B" else numbers[0] - 1', "numbers[0] - 1",
         _KIMI_RANKS.format("pp2"),
+    ),
+    _kimi(
+        "more-is-sent-behind-the-last-layer", _KIMI_KIND, "return 1 if is_last else", "return",
+    ),
+    _kimi(
+        "a-stage-without-layers-gets-more", "run/execute/messages.py",
+        "or [rank.config.num_layers + 1, 0]", "or [1]",
+    ),
+    _kimi(
+        "padding-left-out-is-taken", "features/__init__.py",
+        'lambda _, rank: hasattr(rank.config, "kimi_kda_layers"),', "lambda *_: False,",
     ),
     _kimi(
         "parts-of-a-gradient-taken", _KIMI_KIND, "if getattr(parameter, MARK, False) and",
@@ -948,10 +959,10 @@ _OWN_DSA = (
     _own_sparse(
         "one-row-too-few",
         _LAYER,
-        "chosen[local] = places.masked_fill(found < 0, -1)",
-        "chosen[local] = places.masked_fill(found <= 0, -1)",
+        "chosen[local] = places.masked_fill(best < 0, -1)",
+        "chosen[local] = places.masked_fill(best <= 0, -1)",
     ),
-    _own_sparse("rows-that-nobody-chose", _LAYER, "places.masked_fill(found < 0, -1)", "places"),
+    _own_sparse("rows-that-nobody-chose", _LAYER, "places.masked_fill(best < 0, -1)", "places"),
     _own_sparse(
         "blocks-begin-anew",
         _LAYER,
@@ -1056,7 +1067,7 @@ _OWN_DSA = (
     _own_sparse(
         "parts-read-as-the-zig-zag",
         "run/read/step.py",
-        "return np.argsort(np.concatenate([np.arange(0), *held]))",
+        "return cp_layout.inverse(np.concatenate([np.arange(0), *held]))",
         "return np.concatenate([np.arange(0), *held])",
         _OWN_SPARSE_RANKS,
     ),

@@ -263,6 +263,7 @@ NOT_SHARED = [
     *(
         replace(each, mode=mode, expects=expects, says=says)
         for each, mode, expects, says in (
+            (row("kimi", form="thd_padded"), "on", "refused", table.KIMI_PADDED.name),
             (row("mtp", form="thd_padded"), "on", "refused", table.AHEAD_PADDED.name),
             (row("mtp", form="thd_padded"), "auto", "fallback", table.AHEAD_PADDED.fix),
             (row("dsa dense loss"), "auto", "fallback", "the dense loss of DSA's indexer"),

@@ -72,6 +72,7 @@ def chunk_kda(
             state = state + written @ key
             outs.append((state @ q[:, at, ..., None]).squeeze(-1))
         finals.append(state)
+    outs += [torch.zeros_like(outs[0])] * (q.shape[1] - bounds[-1])  # behind the last sequence
     out = torch.stack(outs, 1)
     out = out if cp_context is None else cp_context.own(out)
     final = torch.cat(finals)
@@ -86,8 +87,10 @@ class ShortConvolution(own_delta.ShortConvolution):
         super().__init__(hidden_size, kernel_size)
         self.to(dtype)
 
-    def forward(self, x, output_final_state=False, **options):
-        return super().forward(x, **options)
+    def forward(self, x, output_final_state=False, cu_seqlens=None, cp_context=None):
+        if cp_context is None and cu_seqlens is not None:
+            cu_seqlens = torch.cat((cu_seqlens, cu_seqlens.new_tensor([x.shape[1]]))).unique()
+        return super().forward(x, cu_seqlens=cu_seqlens, cp_context=cp_context)
 
 
 class FusedRMSNormGated(nn.RMSNorm):

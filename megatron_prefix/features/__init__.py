@@ -277,6 +277,11 @@ PARTS: tuple[Feature, ...] = (
         lambda config, rank: may_have_graphs(config, rank) and not rank.forward_only,
         needed=False,
     ),
+    Feature(
+        "packs of Kimi Delta Attention",
+        f"{_FOLDER}kda.part:KimiPacks",
+        lambda _, rank: hasattr(rank.config, "kimi_kda_layers"),
+    ),
     Feature("quantisers", f"{_FOLDER}qat.quantisers:Quantisers", _may_have_quantisers),
     Feature(
         "context parallelism",

@@ -253,6 +253,7 @@ OTHER_POSITIONS = Refusal("position_ids of a sample do not count from 0, and the
 AHEAD_NOTHING = Refusal("a microbatch has no position for the loss of multi-token prediction", "mask", WRONG, "leave it out, or use calculate_per_token_loss or megatron-core 0.17: this one divides by zero")
 AHEAD_BEHIND = Refusal("a pack has positions behind its last sample, and labels there count for multi-token prediction", "mask", WRONG, "give them a loss_mask of zero, or an entry of cu_seqlens: Megatron does not move them by one")
 AHEAD_PADDED = Refusal("multi-token prediction, and packs whose cu_seqlens_q leaves out padding that cu_seqlens_q_padded counts", "mask", WRONG, "give cu_seqlens_q the padded ends, too: Megatron moves labels by it, and so takes labels of other samples")
+KIMI_PADDED = Refusal("Kimi Delta Attention, and packs whose cu_seqlens_q leaves out padding that cu_seqlens_q_padded counts", "mask", WRONG, "give cu_seqlens_q the padded ends, too: the layers begin samples by it, and so states run on into other samples")
 STRAY_GRADIENT = Refusal("a gradient reaches positions without loss, which were not computed", "mask", WRONG, "the loss looks at positions that the call's loss_mask, or the callback `trained`, says carry none; correct it, or leave both out (a trainer's own mask: MEGATRON_PREFIX_TRAINER_MASKS=false)")
 
 # --- settings -------------------------------------------------------------------------------------

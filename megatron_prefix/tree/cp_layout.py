@@ -76,10 +76,14 @@ def view_positions(lengths: Sequence[int], size: int) -> Index:
 
 def view_order(lengths: Sequence[int], size: int) -> Index:
     """Where the segment's positions are in the view: `view[view_order]` is the segment."""
-    view = view_positions(lengths, size)
-    places_of = np.empty_like(view)
-    places_of[view] = np.arange(len(view))
-    return places_of
+    return inverse(view_positions(lengths, size))
+
+
+def inverse(places: Index) -> Index:
+    """The inverse of a permutation, in linear time."""
+    order = np.empty_like(places)
+    order[places] = np.arange(len(places))
+    return order
 
 
 def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> OwnRuns:

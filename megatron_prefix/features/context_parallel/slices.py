@@ -48,8 +48,8 @@ def check_positions(tokens: CallTokens, rank: Any) -> None:
         return
     counts = np.cumsum([sum(layout.lengths) // rank.size() for layout in tokens.layouts])[:-1]
     for layout, positions in zip(tokens.layouts, np.split(tokens.positions, counts), strict=True):
-        is_told = layout.slices is Slices.CONTIGUOUS
-        if not is_told and look_contiguous(layout, positions, rank.rank(), rank.size()):
+        is_declared = layout.slices is Slices.CONTIGUOUS
+        if not is_declared and look_contiguous(layout, positions, rank.rank(), rank.size()):
             raise refused(CONTIGUOUS, WORDS[Slices.CONTIGUOUS])
 
 

@@ -44,8 +44,9 @@ class KimiDelta(Recurrent):
         return layer + 1 in config.kimi_kda_layers
 
     def states_sent(self, config: Any, layers: int) -> int:
-        """See Kind."""
-        return 1 + -(-layers // config.kimi_attn_res_block_size)
+        """See Kind; behind the last layer all are mixed into one."""
+        is_last = layers == config.num_layers
+        return 1 if is_last else 1 + -(-layers // config.kimi_attn_res_block_size)
 
     def shape(self, config: Any) -> Shape:
         """See Recurrent; projected are queries, keys, values, gate, beta and what decays come

@@ -79,7 +79,7 @@ class MultiToken(StepPart):
         packings = (call["packed_seq_params"] for call in calls)
         if scales_microbatches(packings, model.config):
             raise refused(AHEAD_FACTOR)
-        if self.rank.predicts_further and _leave_padding_out(calls):
+        if self.rank.predicts_further and leave_padding_out(calls):
             raise refused(AHEAD_PADDED)
         size = self.rank.groups.cp.size()
         ends = itertools.accumulate(sum(layout.lengths) // size for layout in last.layouts)
@@ -184,7 +184,7 @@ def _check_keyword(model: Any, calls: Sequence[ModelCall]) -> None:
             raise refused(AHEAD_KEYWORD, KEYWORD)
 
 
-def _leave_padding_out(calls: Sequence[ModelCall]) -> bool:
+def leave_padding_out(calls: Sequence[ModelCall]) -> bool:
     """Whether packs have padding that their `cu_seqlens_q` does not count; the host waits once."""
     packings = [call["packed_seq_params"] for call in calls]
     pairs = [

@@ -190,20 +190,17 @@ class OwnSparse(Shared):
             first, stop = max(run.first, begin), min(run.stop, self._begin)
             if first >= stop:
                 continue
-            rows, local = (
-                run.rows[: len(run.rows) - (run.stop - stop)],
-                slice(first - begin, stop - begin),
-            )
-            num = len(rows)
+            rows = run.rows[: len(run.rows) - (run.stop - stop)]
+            local, num = slice(first - begin, stop - begin), len(rows)
             keys = pool.index_select(0, rows)
             if num < topk:  # there must be as many, though not to see
                 keys = torch.cat([keys, keys.new_zeros((topk - num, *keys.shape[1:]))])
             last = torch.arange(num - (stop - first), num, device=keys.device, dtype=torch.int32)
-            _, found = stock(
+            _, best = stock(
                 query[local], keys, weight[local], torch.zeros_like(last), last + 1, topk, **options
             )
-            places = rows.index_select(0, found.clamp(min=0).flatten().long()).view_as(found)
-            chosen[local] = places.masked_fill(found < 0, -1).to(torch.int32)
+            places = rows.index_select(0, best.clamp(min=0).flatten().long()).view_as(best)
+            chosen[local] = places.masked_fill(best < 0, -1).to(torch.int32)
         return query.new_zeros((len(query), 1)), chosen
 
     def _attended(

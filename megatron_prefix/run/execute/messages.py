@@ -13,6 +13,7 @@ in any of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -114,13 +115,15 @@ def message_shape(rank: Rank, plan: Plan) -> ShapeOf:
     """Shape of a segment's activations between two stages (and of their gradients)."""
     parts = rank.model.sequence_ranks * rank.config.context_parallel_size
 
-    def shape(action: Action) -> tuple[int, ...]:
-        layers = rank.language_models[action.chunk].decoder.layers
-        numbers = [layer.layer_number for layer in layers] or [1]
-        width = sent_width(rank.config, numbers[-1] if action.kind == "B" else numbers[0] - 1)
-        return plan.segments[action.segment].padded_length // parts, 1, width
+    @functools.cache
+    def width(kind: str, chunk: int) -> int:
+        layers = rank.language_models[chunk].decoder.layers
+        # A stage without layers is in front of all of them, or behind.
+        numbers = [layer.layer_number for layer in layers] or [rank.config.num_layers + 1, 0]
+        return sent_width(rank.config, numbers[-1] if kind == "B" else numbers[0] - 1)
 
-    return shape
+    lengths = [segment.padded_length // parts for segment in plan.segments]
+    return lambda action: (lengths[action.segment], 1, width(action.kind, action.chunk))
 
 
 def message_dtype(config: Any) -> torch.dtype:
@@ -190,8 +193,7 @@ class Links:
             self._sent.append((work, tensor, receiver))  # it lives until it has left
             return
         with self._named(f"waiting for {action} of", sender):
-            shape = self._shape(action)
-            tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+            tensor = torch.empty(self._shape(action), dtype=self._dtype, device=self._device)
             work = dist.irecv(tensor, self._channels.ranks[sender], group=group)
         self._coming[action] = work, sender, tensor
 

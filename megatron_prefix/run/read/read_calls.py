@@ -112,8 +112,7 @@ def read_calls(capture: Capture, request: Request) -> ReadCalls:
         first = read(calls)
         if first is None or (first.tokens is None and calls[0][EMBEDDINGS] is None):
             raise refused(NO_TOKENS)
-        embedding = getattr(rank.language_models[0], "position_embedding_type", "")
-        if embedding == "learned_absolute":
+        if getattr(rank.language_models[0], "position_embedding_type", "") == "learned_absolute":
             check_positions(first, cp.rank(), cp.size())
     if rank.is_last and not (rank.is_first and len(rank.models) == 1):
         calls = capture.calls(-1)

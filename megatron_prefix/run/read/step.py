@@ -24,7 +24,7 @@ from megatron_prefix.refusals.table import NO_TREE, NUMBER_OF_ROUTES, SOME_ROUTE
 from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.rank import gathered
 from megatron_prefix.run.read.read_calls import CallTokens, Numbers, ReadCalls
-from megatron_prefix.tree import Forest, Pairs
+from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.cp_layout import Slices
 from megatron_prefix.tree.forest import check_routes, shifted, up_to_losses
 
@@ -265,8 +265,7 @@ def _whole_samples(
     tokens = np.zeros(num, np.int64) if columns.tokens is None else columns.tokens
     trained = np.ones(num, np.int64) if columns.trained is None else columns.trained
     labels = tokens if columns.labels is None else columns.labels
-    weights = [] if columns.weights is None else [columns.weights]
-    rows = [tokens, labels, trained, *weights]
+    rows = [tokens, labels, trained, *([] if columns.weights is None else [columns.weights])]
     paths = _joined_routes(routes, num) if routes else None
     if size > 1:
         order = _order(columns.layouts, size)
@@ -281,7 +280,7 @@ def _order(layouts: Sequence[CallLayout], size: int) -> Numbers:
     starts = np.cumsum([0, *(sum(layout.lengths) for layout in layouts)])
     pairs = [*zip(layouts, starts, strict=False)]
     held = [start + layout.held(rank, size) for rank in range(size) for layout, start in pairs]
-    return np.argsort(np.concatenate([np.arange(0), *held]))
+    return cp_layout.inverse(np.concatenate([np.arange(0), *held]))
 
 
 def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:

@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock as Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.model import layers_of, sent_width
 from megatron_prefix.megatron.install import install
+from megatron_prefix.run.execute.messages import message_shape
 from tests.core.alignment.test_hybrid import change
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
@@ -42,8 +44,7 @@ REFUSED = [
 def test_refused_by_name(place, value, marked, message, model, monkeypatch):
     change(monkeypatch, model, place, value)
     for name, parameter in model.named_parameters():
-        known = [is_marked for part, is_marked in marked.items() if part in name]
-        parameter.sequence_parallel = all(known)
+        parameter.sequence_parallel = all(marked[part] for part in marked if part in name)
     with pytest.raises(UserError, match=message):
         install(model)
 
@@ -55,14 +56,16 @@ def test_a_megatron_that_reads_the_mark_is_taken(model, monkeypatch):
 
 
 def test_numbers(model):
-    """One more hidden state is sent for every two layers, and the first time behind the first."""
+    """One more hidden state is sent for every two layers; one alone in front of all, and behind."""
     [mixer, *_], [latent, *_], *_ = layers_of(model.config, "")
     assert (type(mixer), type(latent)) == (kind.KimiDelta, kind.KimiLatents)
-    sent = [sent_width(model.config, layers) // model.config.hidden_size for layers in range(5)]
-    assert sent == [1, 2, 2, 3, 3]
+    attention, hidden = model.decoder.layers[0].self_attention, model.config.hidden_size
+    assert [sent_width(model.config, layers) // hidden for layers in range(4)] == [1, 2, 2, 1]
+    stage = Mock(config=model.config, language_models=[Mock(**{"decoder.layers": []})])
+    shape = message_shape(stage, Mock(segments=[Mock()]))  # of a stage without layers
+    assert {shape(Mock(kind=kind, segment=0, chunk=0))[2] for kind in "FB"} == {hidden}
     streams = SimpleNamespace(enable_hyper_connections=True, num_residual_streams=4, hidden_size=8)
     assert sent_width(streams, 3) == 4 * 8
-    attention, hidden = model.decoder.layers[0].self_attention, model.config.hidden_size
     products = sum(one.numel() for one in attention.parameters() if one.dim() > 1)
     # What decays come from is projected twice, by way of one head's width.
     factored = kimi.WIDTH * (hidden + kimi.WIDTH * kimi.HEADS) - attention.f_proj.weight.numel()
@@ -72,17 +75,15 @@ def test_numbers(model):
 def test_the_rule_is_tried_on_a_gpu(model, monkeypatch):
     attention, asked = model.decoder.layers[0].self_attention, []
     monkeypatch.setitem(sys.modules, type(attention).__module__, kimi)
-    rule = kimi.chunk_kda
     for without in ({}, {"initial_state": None}, {"output_final_state": False}):
         monkeypatch.setattr(
             sys.modules[layer.KERNELS], layer.RULE,
-            lambda *inputs, without=without, **options: rule(*inputs, **options | without),
+            lambda *inputs, without=without, **named: kimi.chunk_kda(*inputs, **named | without),
         )  # fmt: skip
         layer.rule_with_one_decay.cache_clear()
         assert bool(layer.rule_refusal(attention, "cpu", 2)) == bool(without)
     monkeypatch.setattr(probe, "tried", lambda *given: asked.append(given[1:]) or "wrong output")
-    cuda = [SimpleNamespace(device=torch.device("cuda"))]
-    monkeypatch.setattr(attention, "parameters", lambda: iter(cuda))
+    monkeypatch.setattr(attention, "parameters", lambda: iter([Mock(device=torch.device("cuda"))]))
     with pytest.raises(UserError, match=r"Kimi Delta Attention's kernel does .*wrong output"):
         install(model)
     assert asked == [("cuda", kimi.WIDTH, kimi.WIDTH, kimi.HEADS)]

@@ -101,10 +101,8 @@ def test_routers_see_all_positions():
 @pytest.mark.usefixtures("rank")
 def test_a_layer_with_a_forward_of_its_own_runs_to_its_end():
     """It may add up other streams than Megatron's (hyper-connections)."""
-    kept = []
     for own in ({}, {"forward": lambda self, *given: given}):
         model = small_model(wrap_ddp=False)
         layer = unwrap(model).decoder.layers[-1]
         layer.__class__ = type("Own", (type(layer),), own)
-        kept.append(install(model).keys_only)
-    assert kept == [1, None]
+        assert install(model).keys_only == (None if own else 1)
