@@ -406,7 +406,7 @@ _GRAPHS = (
     _graphs(
         "never-tried-where-sharing-is-slow",
         "features/graphs/part.py",
-        "ratio * DOUBT < 1:",
+        "ratio * SLOWER < 1:",
         "ratio < 1:",
         "tests/core/features/graphs/test_graphs_auto.py",
     ),

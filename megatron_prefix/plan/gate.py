@@ -11,9 +11,6 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.tree import Pairs
 from megatron_prefix.tree.beginnings import most_saved
 
-DOUBT = 1.5
-"""A schedule that was never timed gets a step to itself where the prediction is this close."""
-
 
 @dataclass(frozen=True)
 class Decision:

@@ -27,7 +27,6 @@ from megatron_prefix.layers import table
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import Hooks, installed
 from megatron_prefix.parts import Attempt, StepPart, TimedStep
-from megatron_prefix.plan.gate import DOUBT
 from megatron_prefix.run.agreement import all_say, first_says
 from megatron_prefix.run.execute.memory_control import free_memory
 from megatron_prefix.tree.payload_map import Form, PayloadMap
@@ -50,8 +49,9 @@ ROOM = 1.08
 MOST_MADE = 4
 """Steps in a row that make graphs anew, as the stock schedule has run before, until there are no
 more."""
-MOST_TRIED = 8
-"""Steps that share only so that it is known whether graphs are worth trying."""
+MOST_TRIED, SLOWER = 8, 1.5
+"""Steps that share only so that it is known whether graphs are worth trying, and what they may take
+of the stock schedule's time."""
 COPIES = 3
 """Hidden states a position that a segment keeps in front of graphs and behind them."""
 TIMED = 3
@@ -125,7 +125,7 @@ class Graphs(StepPart):
         number = self.kept.get(_TRIED, 0)
         if decision.share or number >= MOST_TRIED or not self.choice.tries or self._why_not:
             return decision
-        if self.config.mode != "auto" or ratio * DOUBT < 1:
+        if self.config.mode != "auto" or ratio * SLOWER < 1:
             return decision
         self.kept[_TRIED] = number + 1
         reason = f"predicted speedup {decision.predicted_speedup:.2f}: CUDA graphs may be faster"

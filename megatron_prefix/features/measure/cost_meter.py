@@ -29,7 +29,7 @@ from megatron_prefix.features.measure.stopwatch import Stopwatch
 from megatron_prefix.parts import StepPart, TimedStep
 from megatron_prefix.plan.cost import CostModel, action_features
 from megatron_prefix.plan.files import check_writable
-from megatron_prefix.plan.gate import DOUBT, Decision, decide
+from megatron_prefix.plan.gate import Decision, decide
 from megatron_prefix.run.agreement import all_say, first_says
 from megatron_prefix.run.costs import Costs, guessed, judging_alike
 from megatron_prefix.run.rank import Rank
@@ -42,6 +42,8 @@ FIRST, EVERY = (2, 3, 4, 5), 50
 """Steps with gradients that are measured: these, and every so many."""
 TUNED = 16
 """Up to this step parts may ask for more."""
+DOUBT = 1.5
+"""A schedule that was never timed gets a step to itself where the prediction is this close."""
 _KERNELS = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-engine")
 
 
