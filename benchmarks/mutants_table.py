@@ -1543,6 +1543,11 @@ _FEATURES = (
         f"{_F}/recurrent/test_states.py",
     ),
     _feature(
+        "mtp-of-several-streams-taken", "features/mtp/methods.py",
+        'if getattr(layer, "mhc_enabled", False):', "if False:",
+        "tests/core/layers/test_mtp.py -k replaces",
+    ),
+    _feature(
         "mtp-loss-that-no-call-asks-for", "features/mtp/part.py",
         "self._has_loss = are_run and without is not",
         "self._has_loss = without is not",

@@ -470,6 +470,7 @@ def _module_windows(parts: Sequence[Part]) -> list[Any]:
 def _can_end_early(layer: Any) -> bool:
     """Whether what follows attention in a layer can run on some positions: not where a router
     counts all of them, and not in a layer that is put together differently from Megatron's."""
+    # mcore-bridge's class of the same name runs its parts as Megatron's does.
     if not families.forward_owner(layer).endswith(".TransformerLayer"):
         return False
     # In a hybrid model the MLP is another layer; and a module cannot be overridden.

@@ -114,6 +114,8 @@ def refusals(model: Any) -> Iterator[Reason]:
     for layer in block.layers:
         if not (_is(layer, "forward", _LAYER) and _is(layer, "_get_embeddings", _LAYER)):
             yield OTHER_AHEAD.given(type(layer).__name__)
+        if getattr(layer, "mhc_enabled", False):  # Megatron's dev branch
+            yield OTHER_AHEAD.given("a layer with several residual streams")
 
 
 def _follows_rule(model: Any) -> bool:

@@ -258,14 +258,14 @@ def test_what_replaces_megatrons_methods():
     inner = unwrap(model)
     inner._postprocess = MethodType(type(inner)._postprocess, inner)
     refused("GPTModel's own _postprocess", model)
-    for part, name in (
-        (lambda inner: inner.mtp.layers[0], "MultiTokenPredictionLayer"),
-        (lambda inner: inner.mtp, "MultiTokenPredictionBlock"),
-    ):
+    for name in ("MultiTokenPredictionLayer", "MultiTokenPredictionBlock"):
         model = model_of()
-        module = part(unwrap(model))
+        module = next(part for part in model.modules() if type(part).__name__ == name)
         module.forward = MethodType(type(module).forward, module)
         refused(f"multi-token prediction by {name}", model)
+    model = model_of()
+    unwrap(model).mtp.layers[0].mhc_enabled = True
+    refused("multi-token prediction by a layer with several residual streams", model)
 
 
 def test_a_config_with_the_option_and_a_model_without_the_layer():
