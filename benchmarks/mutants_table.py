@@ -1569,7 +1569,7 @@ _FEATURES = (
         "plan-files-of-other-rollouts", "features/plan_files/plan_file.py",
         "            if in_file != in_step:",
         "            if len(in_file) and not len(in_step):",
-        f"{_F}/plan_files/test_plan_table.py tests/lab/verify/test_pipeline_commands.py",
+        f"{_F}/plan_files/test_plan_table.py tests/lab/verify/test_matrix.py",
     ),
     _feature(
         "qat-calibration-unseen", "features/qat/quantisers.py",

@@ -22,7 +22,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 tests="tests/lab/platforms/test_platform.py tests/lab/models/test_build.py tests/core/features/experts/test_moe_router.py
     tests/test_cases.py tests/test_cases_on_ranks.py tests/test_cases_across_ranks.py
     tests/core/alignment/test_replay.py tests/core/alignment/test_hybrid.py
-    tests/core/alignment/test_overlap.py tests/core/alignment/test_mla.py tests/core/alignment/test_windows.py"
+    tests/core/alignment/test_overlap.py tests/core/alignment/test_mla.py"
 read -r -d '' -a tests <<<"${TESTS:-$tests}" || true
 versions=("$@")
 [[ $# -gt 0 ]] || versions=(0.16.1 0.17.1 0.18.1 0.19.2 main)

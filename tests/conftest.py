@@ -12,9 +12,8 @@ import hypothesis
 import pytest
 import torch
 
-from tests.harness.cores import keep_to_one_core
 from tests.harness.forked_workers import fork_workers
-from tests.harness.frames import with_room
+from tests.harness.frames import keep_to_one_core, with_room
 
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile(
@@ -36,9 +35,8 @@ LONGEST = (
     "test_pretrain", "test_memory_limit_ranks", "test_cases_with_graphs",
     "test_out_of_memory", "test_fp8", "test_deal", "test_tree", "test_across_step", "test_failures",
     "test_graphs_auto", "test_resume", "test_placed", "test_segments", "test_shipped",
-    "test_features", "test_site", "test_mtp", "test_bench_memory",
-    "test_rooms", "test_bench_steps", "test_hybrid_memory", "test_sparse", "test_graphs_memory",
-    "test_dead_rank", "test_benchmarks",
+    "test_features", "test_site", "test_mtp", "test_rooms", "test_bench_steps", "test_sparse",
+    "test_graphs_memory", "test_dead_rank", "test_benchmarks",
 )  # fmt: skip
 """Files of tests that take most time, longest first (pytest --durations=0)."""
 

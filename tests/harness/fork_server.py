@@ -18,8 +18,7 @@ from multiprocessing import forkserver, util
 from pathlib import Path
 from unittest import mock
 
-from tests.harness.cores import keep_to_one_core
-from tests.harness.frames import with_room
+from tests.harness.frames import keep_to_one_core, with_room
 
 IMPORTED = [
     "tests.harness.ranks", "megatron_prefix.lab.models.build", "megatron_prefix.lab.cli.main",
