@@ -60,6 +60,15 @@ def on_one_rank() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def on_one_rank_frozen(on_one_rank: None) -> Iterator[None]:
+    """What is there already does not concern the collector in these tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Garbage is not looked for while tests are imported: it takes as long as the imports."""

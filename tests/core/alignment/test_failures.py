@@ -20,17 +20,10 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.arenas import Storages, offloaders, watch_arenas
 from tests.harness.failures import CONFIG, PLACES, Countdown, Fault, items, raised, run
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract, assert_bitwise
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        gc.collect()
-        gc.freeze()  # what is here already does not concern the collector in these tests
-        yield
-        gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("on_one_rank_frozen")
 
 
 @dataclass

@@ -1,5 +1,6 @@
-"""The modes of the function that stands in for Megatron's, and what it reports."""
+"""The modes of the function that stands in for Megatron's, what it reports and offloads."""
 
+import contextlib
 import logging
 from typing import Any
 from unittest import mock
@@ -7,10 +8,15 @@ from unittest import mock
 import pytest
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
-from megatron_prefix import PrefixConfig, get_forward_backward_func
+from megatron_prefix import PrefixConfig, PrefixSchedule, get_forward_backward_func
+from megatron_prefix.features.host.segment import OffloadedSegment
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.rl.step_parts import watching
+from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.plan.step_planner import StepPlanner
 from tests.harness import one_group
+from tests.harness.arenas import offloaders
 from tests.harness.one_group import run, schedule_with
 from tests.harness.one_rank import small_model
 from tests.harness.predicted import predicted_bytes
@@ -89,3 +95,34 @@ def test_a_budget_that_sharing_exceeds_is_kept_by_stock():
     assert decision.fallback and "and memory_budget_gb is" in decision.reason
     run(poor, model, forward_only=True)
     assert poor.report.decision.share
+
+
+def test_a_segment_is_loaded_in_the_backward_before_its_own(monkeypatch):
+    """Not while other segments' forwards still want the memory."""
+    early_in, running, prefetch = set(), [""], OffloadedSegment.prefetch
+
+    def watch(action):
+        running[0] = str(action)
+        return contextlib.nullcontext()
+
+    def recorded(self, *, early=False):
+        before = offloading[0].counts.prefetched
+        prefetch(self, early=early)
+        if early and offloading[0].counts.prefetched > before:
+            early_in.add(running[0])
+
+    offloading = offloaders(monkeypatch)
+    monkeypatch.setattr(OffloadedSegment, "prefetch", recorded)
+    groups = list(generate(2, 60, 4, 3, vocab_size=64))  # prompts that pay for their action
+    config = PrefixConfig(memory="offload", kernel="math", min_gain=3, segment_tokens=4, mode="on")
+    schedule = PrefixSchedule(config)
+    with predicted_bytes(), watching(schedule, watch):
+        align.run_step(schedule, [small_model()], align.microbatches(groups, 0))
+    program = [str(action) for action in schedule.report.plan.programs[0]]
+    prompts = [f"B{n}" for n, s in enumerate(schedule.report.plan.segments) if s.inner]
+    assert len(prompts) == 2
+    assert early_in == {program[program.index(prompt) - 1] for prompt in prompts}
+    assert all(action.startswith("B") for action in early_in)
+    # Two prompts are on the host at once, one after the other or together: as the plan says.
+    staged = schedule.report.memory.staged
+    assert 0.9 <= offloading[0].counts.stored / len(prompts) / staged <= 1.1

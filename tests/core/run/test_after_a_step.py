@@ -30,10 +30,11 @@ from tests.harness import steps
 from tests.harness.arenas import offloaders
 from tests.harness.failures import CONFIG, Fault, items
 from tests.harness.one_group import run, schedule_with
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
+pytestmark = pytest.mark.usefixtures("on_one_rank_frozen")
 WAYS = {
     "retain": {"memory": "retain"}, "recompute": {"memory": "recompute"},
     "offload": {"memory": "offload"}, "host": {"cache_host_layers": 1},
@@ -41,15 +42,6 @@ WAYS = {
 }  # fmt: skip
 LITTLE = 3 << 12
 """Bytes: where runs of queries and keys begin, and the like."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        gc.collect()
-        gc.freeze()  # what is here already is no step's, and is not looked at
-        yield
-        gc.unfreeze()
 
 
 def held():

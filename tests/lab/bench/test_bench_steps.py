@@ -25,7 +25,7 @@ from megatron_prefix.lab.rl.like_for_like import like_for_like
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.view import style
 from tests.harness.command_line import BUNDLED, printed
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 
 SPEC = resolve("tiny-llama", num_layers=1).with_vocab(64)
 CONFIG = PrefixConfig(min_gain=0)
@@ -34,9 +34,8 @@ BASELINES = (Baseline("rollout"), Baseline("packed", 64))
 
 
 @pytest.fixture(scope="module")
-def chunks():
-    with one_rank():
-        yield [small_model(vocab=64, spec=dict(num_layers=1), dtype=torch.float32)]
+def chunks(on_one_rank):
+    return [small_model(vocab=64, spec=dict(num_layers=1), dtype=torch.float32)]
 
 
 @pytest.fixture
@@ -176,9 +175,8 @@ ON_MATH = PrefixConfig(kernel="math")
 
 
 @pytest.fixture(scope="module")
-def stack():
-    with one_rank():
-        yield [small_model(vocab=128, spec=dict(num_layers=4), dtype=torch.float32)]
+def stack(on_one_rank):
+    return [small_model(vocab=128, spec=dict(num_layers=4), dtype=torch.float32)]
 
 
 def measured(stack, way):

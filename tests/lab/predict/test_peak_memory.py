@@ -1,21 +1,17 @@
 """The memory model against bytes that autograd holds on the CPU, and against peaks of one H200."""
 
-import functools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.predict import model as predicted
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.peak_memory import predict_memory
-from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan.actions import policies
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -23,7 +19,6 @@ from megatron_prefix.tree import Pairs, TreeOptions, build
 from tests.harness import saving_kernels, steps
 from tests.harness.one_rank import small_model
 from tests.harness.predicted import counted_step
-from tests.harness.ranks import check_cases
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
@@ -249,33 +244,3 @@ def test_cp_ranks_keep_a_share_of_the_sidecar_or_all_of_it():
     assert kept.cache_peak == 2 * cut.cache_peak > 0
     assert shared.exchanged(backward=True) > shared.exchanged(backward=False) > 0
     assert footprint_of(resolve("llama3-8b")).exchanged(backward=True) == 0
-
-
-CASES = {
-    "many copies": ({"hidden_size": 256, "moe_router_topk": 4}, {}),
-    "a gathered input of shared ones": (
-        {"moe_shared_expert_intermediate_size": 8, "hidden_size": 256, "moe_router_topk": 1},
-        {"moe_shared_expert_overlap": True, "moe_router_pre_softmax": True},
-    ),
-}
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_experts_of_ranks(parts, monkeypatch):
-    """Of every expert a rank has all, and gets its own tokens, or a part, and gets all tokens."""
-    torch.use_deterministic_algorithms(False)  # with them Megatron adds up what it has saved
-    start = functools.partial(
-        parallel_state.initialize_model_parallel, expert_tensor_parallel_size=parts
-    )
-    monkeypatch.setattr(parallel_state, "initialize_model_parallel", start)
-
-    def compare(case, layout):
-        spec, config = case
-        model = build_model(
-            resolve("tiny-moe", num_layers=3, **spec).with_vocab(VOCAB), layout=layout,
-            config_overrides={**config, "expert_tensor_parallel_size": parts},
-        )[0]  # fmt: skip
-        ratio = ratio_of(model, SHAPES[0])
-        return "" if 0.9 <= ratio <= 1.1 else f"{ratio:.3f}"
-
-    check_cases(Layout(tp=2, sequence_parallel=True), CASES, compare)

@@ -213,7 +213,7 @@ def aligned_in_process(text):
     arguments = f"--groups 2 --max-tokens 96 --set num_layers=1 --json --progress {text}".split()
     done = forked("align", "--rollouts", BUNDLED, *arguments)
     assert done.returncode == 0, done.stderr
-    assert "draws aligned_in_process: 1 of 1" in done.stderr
+    assert "draws aligned: 1 of 1" in done.stderr
     result = json.loads(done.stdout)
     assert result["passed"] and result["grad_max_rel_diff"] < 1e-12
     assert result["compared"]["losses"] == result["microbatches"]

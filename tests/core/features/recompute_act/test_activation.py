@@ -14,8 +14,9 @@ from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.lab.models.build import unwrap
 from tests.harness import steps
 from tests.harness.failures import items
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 
+pytestmark = pytest.mark.usefixtures("on_one_rank_frozen")
 ACTIVATIONS = {
     "swiglu with biases": dict(add_bias_linear=True),
     "clamped": dict(
@@ -29,15 +30,6 @@ ACTIVATIONS = {
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank():
-    with one_rank():
-        gc.collect()
-        gc.freeze()  # the collector, which some of these tests call in every layer, looks at less
-        yield
-        gc.unfreeze()
 
 
 def step(model, memory):
