@@ -40,8 +40,7 @@ from megatron_prefix.plan.step_planner import Forecast, StepPlanner
 from megatron_prefix.plan.timetable import timetable
 from megatron_prefix.tree import TreeOptions
 from megatron_prefix.tree.payload_map import Form, payload_map
-from tests.harness.joint_jobs import Sizes, dealt, forests_of
-from tests.harness.plans import random_case
+from tests.harness.joint_jobs import Sizes, dealt, forests_of, random_case
 from tests.harness.trees import flat_rollouts
 
 FORMS = (Form.POSITIONS, Form.SPANS, Form("positions", 5), Form("positions", 40))

@@ -11,7 +11,7 @@ import random
 import sys
 import time
 
-from tests.harness.plans import random_case, run
+from tests.harness.joint_jobs import random_case, run
 
 LIMIT_S = 60.0
 

@@ -13,35 +13,32 @@ from megatron_prefix.tree import TreeOptions
 from tests.harness.command_line import BUNDLED, failure
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"mode": "maybe"}, "mode is 'maybe': give one of off, observe, auto, on"),
-        ({"memory": "forget"}, "memory is 'forget': give one of retain"),
-        ({"run_ahead": 3}, "run_ahead is 3: give one of 1, 2"),
-        ({"min_speedup": 0.0}, "min_speedup is 0.0: give a finite number above 0"),
-        (
-            {"memory_budget_gb": 1e-7},
-            "memory_budget_gb is 1e-07, and no step runs in less than 1e-06: give GiB",
-        ),
-        ({"min_gain": 10**26}, "min_gain is 1000.*000: give at most 1000000000"),
-        ({"cache_host_layers": 10**10}, "cache_host_layers is 10000000000: give at most"),
-        ({"memory_budget_gb": float("nan")}, "memory_budget_gb is nan"),
-        ({"align": 0}, "align is 0: give an integer from 1"),
-        ({"align": 64, "chunk_tokens": 63}, "chunk_tokens 63 is below the alignment 64 of spans"),
-        ({"chunk_tokens": 1.5}, "chunk_tokens is 1.5: give an integer or 'auto'"),
-        ({"segment_tokens": "4k"}, "segment_tokens is '4k': give an integer or 'auto'"),
-        ({"graph_tokens": -1}, "graph_tokens is -1: give a number from 0"),
-        ({"graph_tokens": "all"}, "graph_tokens is 'all': give an integer or 'auto'"),
-        ({"min_gain": -1}, "min_gain is -1: give 0 or more"),
-        ({"chunk_tokens": -1}, r"chunk_tokens is -1: give 0 \(no limit\) or more"),
-        ({"min_speedup": "2"}, "min_speedup is '2': give a number"),
-        ({"loss_in_leaves": "no"}, "loss_in_leaves is 'no': give true or false"),
-        ({"kernel": "foo"}, "attention kernel 'foo' is not auto, one of math, flash_cpu, .*, or a"),
-        ({"kernel": "auto+math"}, "attention kernel 'auto.math' is not auto"),
-        ({"cost_file": 1}, "cost_file is 1: give text"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"mode": "maybe"}, "mode is 'maybe': give one of off, observe, auto, on"),
+    ({"memory": "forget"}, "memory is 'forget': give one of retain"),
+    ({"run_ahead": 3}, "run_ahead is 3: give one of 1, 2"),
+    ({"min_speedup": 0.0}, "min_speedup is 0.0: give a finite number above 0"),
+    (
+        {"memory_budget_gb": 1e-7},
+        "memory_budget_gb is 1e-07, and no step runs in less than 1e-06: give GiB",
+    ),
+    ({"min_gain": 10**26}, "min_gain is 1000.*000: give at most 1000000000"),
+    ({"cache_host_layers": 10**10}, "cache_host_layers is 10000000000: give at most"),
+    ({"memory_budget_gb": float("nan")}, "memory_budget_gb is nan"),
+    ({"align": 0}, "align is 0: give an integer from 1"),
+    ({"align": 64, "chunk_tokens": 63}, "chunk_tokens 63 is below the alignment 64 of spans"),
+    ({"chunk_tokens": 1.5}, "chunk_tokens is 1.5: give an integer or 'auto'"),
+    ({"segment_tokens": "4k"}, "segment_tokens is '4k': give an integer or 'auto'"),
+    ({"graph_tokens": -1}, "graph_tokens is -1: give a number from 0"),
+    ({"graph_tokens": "all"}, "graph_tokens is 'all': give an integer or 'auto'"),
+    ({"min_gain": -1}, "min_gain is -1: give 0 or more"),
+    ({"chunk_tokens": -1}, r"chunk_tokens is -1: give 0 \(no limit\) or more"),
+    ({"min_speedup": "2"}, "min_speedup is '2': give a number"),
+    ({"loss_in_leaves": "no"}, "loss_in_leaves is 'no': give true or false"),
+    ({"kernel": "foo"}, "attention kernel 'foo' is not auto, one of math, flash_cpu, .*, or a"),
+    ({"kernel": "auto+math"}, "attention kernel 'auto.math' is not auto"),
+    ({"cost_file": 1}, "cost_file is 1: give text"),
+])  # fmt: skip
 def test_values_that_mean_nothing_are_refused(fields, message):
     with pytest.raises(UserError, match=message) as caught:
         PrefixConfig(**fields)
@@ -101,16 +98,12 @@ def test_a_long_list_tells_how_many_more():
     assert listed(range(1024), 8) == "0, 1, 2, 3, 4, 5, 6, 7 and 1016 more"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["plan", BUNDLED, "--model", LONG], ["plan", LONG], ["plan", BUNDLED, "--csv", LONG],
-        ["plan", BUNDLED, "--pp", LONG], ["show", LONG], ["matrix", "--only", LONG],
-        ["train", BUNDLED, "--set", f"{LONG}=1"], ["train", BUNDLED, "--memory", LONG],
-        ["generate", "out", "--tree", LONG], [LONG],
-    ],
-    ids=lambda arguments: " ".join(arguments)[:30],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments", [
+    ["plan", BUNDLED, "--model", LONG], ["plan", LONG], ["plan", BUNDLED, "--csv", LONG],
+    ["plan", BUNDLED, "--pp", LONG], ["show", LONG], ["matrix", "--only", LONG],
+    ["train", BUNDLED, "--set", f"{LONG}=1"], ["train", BUNDLED, "--memory", LONG],
+    ["generate", "out", "--tree", LONG], [LONG],
+], ids=lambda arguments: " ".join(arguments)[:30])  # fmt: skip
 def test_no_line_of_the_command_line_is_long(capsys, arguments):
     assert len(failure(capsys, *arguments)) <= MOST_LETTERS + 100
 

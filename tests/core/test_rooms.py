@@ -99,11 +99,9 @@ def test_the_core_does_not_know_the_lab():
         assert [name for name in names if name.startswith("megatron_prefix.lab")] == [], path
 
 
-@pytest.mark.parametrize(
-    ("floor", "title"),
-    [(PACKAGE, "The core"), (PACKAGE / LAB, "The lab"), (RUN, "A step")],
-    ids=["core", "lab", "run"],
-)
+@pytest.mark.parametrize(("floor", "title"), [
+    (PACKAGE, "The core"), (PACKAGE / LAB, "The lab"), (RUN, "A step"),
+], ids=["core", "lab", "run"])  # fmt: skip
 def test_the_map_of_the_folders_is_true(floor, title):
     """Every folder has its line, and imports only folders above it: no two import each other."""
     text = (data.REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -237,13 +235,10 @@ def test_a_pure_module_needs_neither_torch_nor_megatron(module, of_pure_modules)
     assert of_pure_modules[module] == "[]"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["plan", str(data.BUNDLED), "--json", "--pp", "2", "--chunk-tokens", "auto"],
-        ["plan", str(data.BUNDLED), "--groups", "1", "--max-tokens", "100"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    ["plan", str(data.BUNDLED), "--json", "--pp", "2", "--chunk-tokens", "auto"],
+    ["plan", str(data.BUNDLED), "--groups", "1", "--max-tokens", "100"],
+])  # fmt: skip
 def test_the_verb_plan_needs_neither_torch_nor_megatron(arguments):
     code = (
         "import sys\nfrom megatron_prefix.lab.cli.main import main\n"

@@ -149,10 +149,9 @@ CHUNKED = {"chunk_tokens": 16, "segment_tokens": 48}
 PACKED: dict[str, int] = {}  # both trees in a segment a level
 
 
-@pytest.mark.parametrize(
-    ("recompute", "reduce", "options"),
-    [("none", "segment", CHUNKED), ("full", "wave", PACKED)],
-)  # fmt: skip
+@pytest.mark.parametrize(("recompute", "reduce", "options"), [
+    ("none", "segment", CHUNKED), ("full", "wave", PACKED),
+])  # fmt: skip
 def test_only_keys_values_and_their_gradients_cross_ranks(recompute, reduce, options):
     for seen, expected in run_ranks(2, traffic, recompute, reduce, options):
         assert seen == expected

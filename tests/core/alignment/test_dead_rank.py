@@ -70,12 +70,10 @@ def lone_rank(rank, layout, folder):
         runtime.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("layout", "who", "text"),
-    [(Layout(pp=3), "pipeline", "A neighbour has failed"),
-     (Layout(dp=2), "data-parallel", "the log of rank 1")],
-    ids=["pp3", "prompts cross"],
-)  # fmt: skip
+@pytest.mark.parametrize(("layout", "who", "text"), [
+    (Layout(pp=3), "pipeline", "A neighbour has failed"),
+    (Layout(dp=2), "data-parallel", "the log of rank 1"),
+], ids=["pp3", "prompts cross"])  # fmt: skip
 def test_the_other_ranks_end_by_themselves(tmp_path, layout, who, text):
     begin = time.monotonic()
     ranks = [forked(lone_rank, rank, layout, tmp_path) for rank in range(layout.world_size)]

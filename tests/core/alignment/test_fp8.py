@@ -169,11 +169,9 @@ def _between(one, other):
     return float((one.logprobs - other.logprobs).abs().max())
 
 
-@pytest.mark.parametrize(
-    ("advantages", "limit", "recipe"),
-    [(_zero_sum, policy.ERROR_RATIO, BLOCKWISE), (_of_one_sign, policy.FP8_RATIO, MX)],
-    ids=["zero sum, blockwise", "of one sign, mxfp8"],
-)
+@pytest.mark.parametrize(("advantages", "limit", "recipe"), [
+    (_zero_sum, policy.ERROR_RATIO, BLOCKWISE), (_of_one_sign, policy.FP8_RATIO, MX),
+], ids=["zero sum, blockwise", "of one sign, mxfp8"])  # fmt: skip
 def test_errors_are_within_the_policy(advantages, limit, recipe, monkeypatch):
     with one_rank():
         change_rank(monkeypatch, whole=recipe.least, rows=recipe.least)

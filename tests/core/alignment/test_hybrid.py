@@ -90,22 +90,19 @@ DETERMINISTIC = "config.deterministic_mode", True
 OTHER_PATH = "decoder.layers.0.mixer.use_mem_eff_path", False
 
 
-@pytest.mark.parametrize(
-    ("name", "changed", "message"),
-    [
-        (GDN, DETERMINISTIC, "deterministic_mode with recurrent layers: turn"),
-        (MAMBA, DETERMINISTIC, "deterministic_mode with recurrent layers: turn"),
-        (GDN, ("config.context_parallel_size", 2),
-         "GatedDeltaNet with context parallelism: install megatron"),
-        (MAMBA, OTHER_PATH, "use_mamba_mem_eff_path off: turn it on"),
-        (MAMBA, ("hybrid_layer_pattern", "M*|D-|+M"),  # this stage has none of them
-         r"hybrid layers \+, D: use the symbols M"),
-        (GDN, ("decoder.layers.0.self_attention.forward", print),
-         "layer 0's mixer GatedDeltaNet: use Megatron's own"),
-        (MAMBA, ("decoder.layers.0.mixer", torch.nn.Identity()),
-         "layer 0's mixer Identity: use Megatron's own"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "changed", "message"), [
+    (GDN, DETERMINISTIC, "deterministic_mode with recurrent layers: turn"),
+    (MAMBA, DETERMINISTIC, "deterministic_mode with recurrent layers: turn"),
+    (GDN, ("config.context_parallel_size", 2),
+     "GatedDeltaNet with context parallelism: install megatron"),
+    (MAMBA, OTHER_PATH, "use_mamba_mem_eff_path off: turn it on"),
+    (MAMBA, ("hybrid_layer_pattern", "M*|D-|+M"),  # this stage has none of them
+     r"hybrid layers \+, D: use the symbols M"),
+    (GDN, ("decoder.layers.0.self_attention.forward", print),
+     "layer 0's mixer GatedDeltaNet: use Megatron's own"),
+    (MAMBA, ("decoder.layers.0.mixer", torch.nn.Identity()),
+     "layer 0's mixer Identity: use Megatron's own"),
+])  # fmt: skip
 def test_refused_by_name(name, changed, message, monkeypatch):
     model = unwrap(hybrid.model_of(name, wrap_ddp=False))
     if "context_parallel" in changed[0]:

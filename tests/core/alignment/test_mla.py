@@ -214,14 +214,13 @@ def test_last_rows_are_dealt_once(size, last):
     assert (whole == np.concatenate(wanted)).all()
 
 
-@pytest.mark.parametrize(
-    ("softmax", "how", "expected"),
-    [("vanilla", None, []), ("learnable", None, []), ("vanilla", "a2a", []),
-     ("vanilla", "all_gather", []), ("vanilla", "p2p", [WINDOW_CP]),
-     ("vanilla", "a2a+p2p", [WINDOW_CP]), ("off-by-one", "a2a", []),
-     ("off-by-one", "all_gather", [SINKS_CP]), ("learnable", "p2p", [SINKS_CP, WINDOW_CP]),
-     ("learnable", "a2a", [LEARNED_SINKS_CP])],
-)  # fmt: skip
+@pytest.mark.parametrize(("softmax", "how", "expected"), [
+    ("vanilla", None, []), ("learnable", None, []), ("vanilla", "a2a", []),
+    ("vanilla", "all_gather", []), ("vanilla", "p2p", [WINDOW_CP]),
+    ("vanilla", "a2a+p2p", [WINDOW_CP]), ("off-by-one", "a2a", []),
+    ("off-by-one", "all_gather", [SINKS_CP]), ("learnable", "p2p", [SINKS_CP, WINDOW_CP]),
+    ("learnable", "a2a", [LEARNED_SINKS_CP]),
+])  # fmt: skip
 def test_what_the_stock_module_cannot_do_is_refused(softmax, how, expected):
     """The module says how it exchanges keys; Megatron's own one has no context parallelism."""
     model = unwrap(small_model(config_overrides={"window_size": (4, 0), "softmax_type": softmax}))

@@ -120,14 +120,11 @@ def test_twice_is_an_error_with_a_table(caplog):
     assert_bitwise(run(schedule, model), expected)
 
 
-@pytest.mark.parametrize(
-    ("memory", "zeroes", "forward_only", "why"),
-    [
-        ("recompute", True, False, "nothing leaner is left"),
-        ("retain", True, True, "nothing leaner is left"),
-        ("retain", False, False, "gradients were not zero when the step"),  # as in accumulation
-    ],
-)
+@pytest.mark.parametrize(("memory", "zeroes", "forward_only", "why"), [
+    ("recompute", True, False, "nothing leaner is left"),
+    ("retain", True, True, "nothing leaner is left"),
+    ("retain", False, False, "gradients were not zero when the step"),  # as in accumulation
+])  # fmt: skip
 def test_what_cannot_be_made_again_says_why(memory, zeroes, forward_only, why):
     model = small_model()
     schedule = PrefixSchedule(replace(CONFIG, memory=memory))

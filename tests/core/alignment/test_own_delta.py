@@ -74,17 +74,14 @@ def ranks(size):
     return SimpleNamespace(size=lambda: size, rank=lambda: 0)
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "size", "message"),
-    [
-        (f"{INSIDE}.cp_group", None, 2, OWN),
-        (f"{INSIDE}.cp_group", ranks(4), 2, OWN),
-        (f"{INSIDE}.__class__", own_delta.OlderNet, 2, OWN),  # its kernels take no context
-        (f"{LAYER}.__class__.__base__.forward", kept_to_itself, 2, OWN),
-        (f"{INSIDE}.cp_group", ranks(8), 8,
-         "of 4 and 8 heads on 8 context-parallel ranks: use a number"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("place", "value", "size", "message"), [
+    (f"{INSIDE}.cp_group", None, 2, OWN),
+    (f"{INSIDE}.cp_group", ranks(4), 2, OWN),
+    (f"{INSIDE}.__class__", own_delta.OlderNet, 2, OWN),  # its kernels take no context
+    (f"{LAYER}.__class__.__base__.forward", kept_to_itself, 2, OWN),
+    (f"{INSIDE}.cp_group", ranks(8), 8,
+     "of 4 and 8 heads on 8 context-parallel ranks: use a number"),
+])  # fmt: skip
 def test_refused_where_ranks_pass_states(place, value, size, message, monkeypatch):
     """As miles' do, on this one rank."""
     model = unwrap(own_model(wrap_ddp=False))
@@ -118,14 +115,11 @@ def test_every_tensor_parallel_rank_does_the_whole_work():
     assert kind.work(two).products == 2 * kind.work(one).products
 
 
-@pytest.mark.parametrize(
-    ("fields", "layers"),
-    [
-        ({"full_attention_interval": 3}, {0, 1, 3, 4, 6}),
-        ({}, {0, 1, 2, 4, 5, 6}),
-        ({"layer_types": ["full_attention", "linear_attention"]}, {1}),
-    ],
-)
+@pytest.mark.parametrize(("fields", "layers"), [
+    ({"full_attention_interval": 3}, {0, 1, 3, 4, 6}),
+    ({}, {0, 1, 2, 4, 5, 6}),
+    ({"layer_types": ["full_attention", "linear_attention"]}, {1}),
+])  # fmt: skip
 def test_layers_that_have_one(fields, layers):
     """Every so many layers the last is attention; or the config names them."""
     config = SimpleNamespace(num_hidden_layers=7, **fields)

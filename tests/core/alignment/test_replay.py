@@ -12,7 +12,7 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.rl.metrics import of_report
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 from tests.harness.trees import with_routes
 
 LAYERS, EXPERTS, ROLLOUTS = 2, 4, 4
@@ -47,9 +47,8 @@ def set_action(action):
 
 
 @pytest.fixture(scope="module")
-def model():
-    with one_rank():
-        yield small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
+def model(on_one_rank):
+    return small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
 
 
 @pytest.fixture(autouse=True)

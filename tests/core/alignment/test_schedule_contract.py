@@ -39,17 +39,14 @@ def test_every_keyword_of_megatrons_schedules_is_taken():
     assert_aligned(run(schedule_with(), model, **values), model)
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [
-        ("config", r"did you mean prefix_config\?"),
-        ("prefix_confg", r"did you mean prefix_config\?"),
-        ("sample", r"did you mean samples\?"),
-        ("mode", r"a field of PrefixConfig: prefix_config=PrefixConfig\(mode=\.\.\.\)"),
-        ("chunk_tokens", r"prefix_config=PrefixConfig\(chunk_tokens="),
-        ("xyzzy", "known are .*prefix_config, trained"),
-    ],
-)
+@pytest.mark.parametrize(("name", "fix"), [
+    ("config", r"did you mean prefix_config\?"),
+    ("prefix_confg", r"did you mean prefix_config\?"),
+    ("sample", r"did you mean samples\?"),
+    ("mode", r"a field of PrefixConfig: prefix_config=PrefixConfig\(mode=\.\.\.\)"),
+    ("chunk_tokens", r"prefix_config=PrefixConfig\(chunk_tokens="),
+    ("xyzzy", "known are .*prefix_config, trained"),
+])  # fmt: skip
 def test_the_factory_refuses_what_it_does_not_know(name, fix):
     """It would share in mode "on", whatever was asked for."""
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}': .*{fix}"):
@@ -69,14 +66,11 @@ def test_the_factory_takes_what_the_running_megatron_takes(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [
-        ("foward_only", r"did you mean forward_only\?"),
-        ("seq_len", r"did you mean seq_length\?"),
-        ("xyzzy", "known are forward_step_func, data_iterator, .*seq_length"),
-    ],
-)
+@pytest.mark.parametrize(("name", "fix"), [
+    ("foward_only", r"did you mean forward_only\?"),
+    ("seq_len", r"did you mean seq_length\?"),
+    ("xyzzy", "known are forward_step_func, data_iterator, .*seq_length"),
+])  # fmt: skip
 def test_a_call_refuses_what_it_does_not_know(name, fix, mode):
     """It would run a backward that nobody wants."""
     with pytest.raises(TypeError, match=rf"PrefixSchedule\.__call__\(\) .*'{name}': {fix}"):

@@ -118,23 +118,21 @@ def test_work_and_weights_are_those_of_the_modules():
     assert {*weights} == {DSA().parameters(Shape())}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"dsa_indexer_loss_coeff": 0.01}, "the dense loss of DSA's indexer"),
-     ({"dsa_indexer_loss_coeff": 0.01, "dsa_indexer_use_sparse_loss": True}, "the sparse loss"),
-     ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-      "DSA with core_attn in recompute_modules")],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"dsa_indexer_loss_coeff": 0.01}, "the dense loss of DSA's indexer"),
+    ({"dsa_indexer_loss_coeff": 0.01, "dsa_indexer_use_sparse_loss": True}, "the sparse loss"),
+    ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+     "DSA with core_attn in recompute_modules"),
+])  # fmt: skip
 def test_what_is_refused(fields, message):
     with pytest.raises(CannotShare, match=message):
         hybrid.report_of(model_of(fields))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"context_parallel_size": 2}, "DSA with context parallelism"),
-     ({"dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq above 1")],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"context_parallel_size": 2}, "DSA with context parallelism"),
+    ({"dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq above 1"),
+])  # fmt: skip
 def test_what_this_release_has_not_is_refused(fields, message):
     part = table.payload_parts(language_model(model_of({}, wrap_ddp=False)))[0]
     vars(part.module.config).update(fields)
@@ -178,19 +176,16 @@ def inputs_of_more(self, *given):
     return gather_from_sequence_parallel_region, FORWARD
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        (f"{OWN}.forward", print, "layer 0's attention DSAMLASelfAttention, which has a forward"),
-        (f"{OWN}.__class__.__base__.forward", reads_more,
-         "layer 0's attention DSAMLASelfAttention, which has a forward"),
-        (f"{OWN}.__class__.__base__.get_absorb_query_key_value_tensors", inputs_of_more,
-         "layer 0's attention DSAMLASelfAttention, which has a forward"),
-        (f"{OWN}.rotary_pos_emb.forward", print, "rotary embedding YarnRotaryEmbedding: use"),
-        ("config.tensor_model_parallel_size", 2, "and without sequence parallelism"),
-        ("config.mtp_num_layers", 1, "own sparse attention with multi-token prediction"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("place", "value", "message"), [
+    (f"{OWN}.forward", print, "layer 0's attention DSAMLASelfAttention, which has a forward"),
+    (f"{OWN}.__class__.__base__.forward", reads_more,
+     "layer 0's attention DSAMLASelfAttention, which has a forward"),
+    (f"{OWN}.__class__.__base__.get_absorb_query_key_value_tensors", inputs_of_more,
+     "layer 0's attention DSAMLASelfAttention, which has a forward"),
+    (f"{OWN}.rotary_pos_emb.forward", print, "rotary embedding YarnRotaryEmbedding: use"),
+    ("config.tensor_model_parallel_size", 2, "and without sequence parallelism"),
+    ("config.mtp_num_layers", 1, "own sparse attention with multi-token prediction"),
+])  # fmt: skip
 def test_own_layers_are_refused_by_name(place, value, message, monkeypatch):
     model = own_model()
     hybrid_cases.change(monkeypatch, model, place, value)

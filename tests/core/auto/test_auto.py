@@ -201,18 +201,15 @@ def test_a_flag_wins_over_a_variable_and_that_over_the_file(tmp_path):
     assert described_config(found) == "mode on, min_gain 2, run_ahead 1"
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"MODE": "maybe"}, "MEGATRON_PREFIX_MODE: mode is 'maybe': give one of off, observe"),
-        ({"MIN_GAIN": "few"}, "MEGATRON_PREFIX_MIN_GAIN is 'few': give an integer"),
-        ({"SEGMENT_TOKENS": "4k"}, "MEGATRON_PREFIX_SEGMENT_TOKENS: segment_tokens is '4k'"),
-        ({"KERNEL": "zzz"}, "MEGATRON_PREFIX_KERNEL: attention kernel 'zzz' is not auto, one of"),
-        ({"PLAN": "no-such.csv"}, "MEGATRON_PREFIX_PLAN: no-such.csv: "),
-        ({"SEGMENT_TOKEN": "4096"}, "MEGATRON_PREFIX_SEGMENT_TOKEN is not a setting; known are M"),
-        ({"CONFIG": "no-such.toml"}, "MEGATRON_PREFIX_CONFIG: no-such.toml cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "message"), [
+    ({"MODE": "maybe"}, "MEGATRON_PREFIX_MODE: mode is 'maybe': give one of off, observe"),
+    ({"MIN_GAIN": "few"}, "MEGATRON_PREFIX_MIN_GAIN is 'few': give an integer"),
+    ({"SEGMENT_TOKENS": "4k"}, "MEGATRON_PREFIX_SEGMENT_TOKENS: segment_tokens is '4k'"),
+    ({"KERNEL": "zzz"}, "MEGATRON_PREFIX_KERNEL: attention kernel 'zzz' is not auto, one of"),
+    ({"PLAN": "no-such.csv"}, "MEGATRON_PREFIX_PLAN: no-such.csv: "),
+    ({"SEGMENT_TOKEN": "4096"}, "MEGATRON_PREFIX_SEGMENT_TOKEN is not a setting; known are M"),
+    ({"CONFIG": "no-such.toml"}, "MEGATRON_PREFIX_CONFIG: no-such.toml cannot be read"),
+])  # fmt: skip
 def test_a_bad_variable_is_one_line(environ, message):
     with pytest.raises(UserError) as caught:
         read_config({f"MEGATRON_PREFIX_{name}": text for name, text in environ.items()})
@@ -220,19 +217,16 @@ def test_a_bad_variable_is_one_line(environ, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mode = ", "is not valid TOML: "),
-        (f"min_gain = {'9' * 5000}", "is not valid TOML: "),
-        (f"x = {'[' * 5000}", "is not valid TOML: "),
-        ("mode = 'maybe'", "mode: mode is 'maybe': give one of"),
-        ("min_gain = true", "min_gain is True: give an integer"),
-        ("chunk_tokens = 1.5", "chunk_tokens is 1.5: give an integer or 'auto'"),
-        ("plan_file = 'x'", "plan_file is not a setting; known are mode, "),
-        ("[verl]\nmode = 'on'", "verl is not a setting"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("mode = ", "is not valid TOML: "),
+    (f"min_gain = {'9' * 5000}", "is not valid TOML: "),
+    (f"x = {'[' * 5000}", "is not valid TOML: "),
+    ("mode = 'maybe'", "mode: mode is 'maybe': give one of"),
+    ("min_gain = true", "min_gain is True: give an integer"),
+    ("chunk_tokens = 1.5", "chunk_tokens is 1.5: give an integer or 'auto'"),
+    ("plan_file = 'x'", "plan_file is not a setting; known are mode, "),
+    ("[verl]\nmode = 'on'", "verl is not a setting"),
+])  # fmt: skip
 def test_a_bad_file_is_one_line(text, message, tmp_path):
     file = tmp_path / "prefix.toml"
     file.write_bytes(text.encode("latin-1"))

@@ -46,15 +46,11 @@ def test_it_is_used_where_its_kernel_runs(monkeypatch):
     assert has_triton("cuda") and not has_triton("cpu")
 
 
-@pytest.mark.parametrize(
-    ("doubled", "why"),
-    [
-        (None, "ModuleNotFoundError"),
-        (raises(RuntimeError("no such device\nmore")), "RuntimeError: no such device"),
-        (lambda x: 3 * x, "a wrong result"),
-    ],
-    ids=["not installed", "no such device", "wrong"],
-)
+@pytest.mark.parametrize(("doubled", "why"), [
+    (None, "ModuleNotFoundError"),
+    (raises(RuntimeError("no such device\nmore")), "RuntimeError: no such device"),
+    (lambda x: 3 * x, "a wrong result"),
+], ids=["not installed", "no such device", "wrong"])  # fmt: skip
 def test_where_it_does_not_work_this_is_said_once(doubled, why, monkeypatch, caplog):
     probing(monkeypatch, doubled)
     if doubled is None:

@@ -123,16 +123,13 @@ def refusal(monkeypatch, capability, width, width_v, group=2):
     return FA4.refusal(*(on_cuda(torch.empty(4, *one, dtype=torch.bfloat16)) for one in shapes))
 
 
-@pytest.mark.parametrize(
-    ("capability", "widths", "group", "reason"),
-    [
-        ((9, 0), (128, 128), 4, None), ((9, 0), (192, 128), 1, None),
-        ((9, 0), (192, 128), 2, "as wide as queries"), ((9, 0), (256, 256), 4, None),
-        ((10, 0), (192, 128), 4, None), ((10, 3), (256, 256), 4, None),
-        ((10, 0), (192, 192), 4, "up to 128"), ((8, 0), (128, 128), 4, "got 8.0"),
-        ((12, 0), (128, 128), 4, "got 12.0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("capability", "widths", "group", "reason"), [
+    ((9, 0), (128, 128), 4, None), ((9, 0), (192, 128), 1, None),
+    ((9, 0), (192, 128), 2, "as wide as queries"), ((9, 0), (256, 256), 4, None),
+    ((10, 0), (192, 128), 4, None), ((10, 3), (256, 256), 4, None),
+    ((10, 0), (192, 192), 4, "up to 128"), ((8, 0), (128, 128), 4, "got 8.0"),
+    ((12, 0), (128, 128), 4, "got 12.0"),
+])  # fmt: skip
 def test_devices_and_widths(capability, widths, group, reason, library, monkeypatch):
     found = refusal(monkeypatch, capability, *widths, group)
     assert (found is None) if reason is None else (found is not None and reason in found)
@@ -289,16 +286,12 @@ def test_a_step_begins_anew():
     assert library.calls == 2
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda arguments: True,  # two launches
-        lambda arguments: arguments.__setitem__(0, arguments[0].clone()),
-        lambda arguments: arguments.__setitem__(7, Aux(torch.ones(1))) or None,
-        lambda arguments: arguments.__setitem__(6, torch.zeros(2)),
-    ],
-    ids=["launches", "a copy", "a tensor inside", "a tensor of its own"],
-)
+@pytest.mark.parametrize("change", [
+    lambda arguments: True,  # two launches
+    lambda arguments: arguments.__setitem__(0, arguments[0].clone()),
+    lambda arguments: arguments.__setitem__(7, Aux(torch.ones(1))) or None,
+    lambda arguments: arguments.__setitem__(6, torch.zeros(2)),
+], ids=["launches", "a copy", "a tensor inside", "a tensor of its own"])  # fmt: skip
 def test_what_cannot_be_made_again_is_called(change):
     library, repeated = Library(), Repeated()
     library.change = change

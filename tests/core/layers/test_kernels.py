@@ -129,16 +129,13 @@ def test_refusals_name_what_is_wrong():
     assert "CUDA" in (KERNELS["cudnn"].refusal(q, k, k) or "")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("flash", "'flash' does not work here: needs a CUDA device, got cpu; use math, flash_cpu"),
-        ("math+cudnn", "'cudnn' does not work here"),
-        ("fa9", "'fa9' is not auto, one of math, flash_cpu, flash, cudnn, fa4, or a"),
-        ("math+math+math", "is not auto"),
-        ("math+", "is not auto"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("flash", "'flash' does not work here: needs a CUDA device, got cpu; use math, flash_cpu"),
+    ("math+cudnn", "'cudnn' does not work here"),
+    ("fa9", "'fa9' is not auto, one of math, flash_cpu, flash, cudnn, fa4, or a"),
+    ("math+math+math", "is not auto"),
+    ("math+", "is not auto"),
+])  # fmt: skip
 def test_a_kernel_that_cannot_work_is_a_user_error(name, message):
     with pytest.raises(UserError, match=message.replace("+", r"\+")):
         choose_kernel(name, "cpu", torch.float32, 16)
@@ -166,14 +163,11 @@ class _WrongPairs(operators.FlashCpuKernel):
         return part._replace(out=1.01 * part.out) if wrong else part
 
 
-@pytest.mark.parametrize(
-    ("kernel", "reason"),
-    [
-        (_Wrong(), "relative error"),
-        (_WrongPairs(), "relative error"),
-        (_Broken(), "no such kernel image"),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "reason"), [
+    (_Wrong(), "relative error"),
+    (_WrongPairs(), "relative error"),
+    (_Broken(), "no such kernel image"),
+])  # fmt: skip
 def test_probing_refuses_a_broken_kernel(kernel, reason, monkeypatch):
     monkeypatch.setitem(KERNELS, "flash_cpu", kernel)
     monkeypatch.setattr(kernels, "probed", functools.cache(kernels.probed.__wrapped__))

@@ -131,20 +131,17 @@ def test_gated_delta_net_by_the_names_of_all_releases(variant, layers):
 NONE = {"fp8": None, "fp8_recipe": "blockwise"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "sequence_ranks", "cp", "rows", "whole"),
-    [
-        (NONE, 1, 1, 1, 1),
-        (NONE, 2, 4, 2, 1),
-        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 1, 1, 16, 16),
-        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 1, 2, 16, 32),
-        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 2, 1, 256, 256),
-        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 1, 1, 32, 32),
-        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 4, 2, 128, 256),
-        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, 2, 1, 2, 1),  # it is refused later on
-        ({}, 1, 1, 1, 1),
-    ],
-)
+@pytest.mark.parametrize(("fields", "sequence_ranks", "cp", "rows", "whole"), [
+    (NONE, 1, 1, 1, 1),
+    (NONE, 2, 4, 2, 1),
+    ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 1, 1, 16, 16),
+    ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 1, 2, 16, 32),
+    ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 2, 1, 256, 256),
+    ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 1, 1, 32, 32),
+    ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 4, 2, 128, 256),
+    ({"fp8": "e4m3", "fp8_recipe": "delayed"}, 2, 1, 2, 1),  # it is refused later on
+    ({}, 1, 1, 1, 1),
+])  # fmt: skip
 def test_rows(fields, sequence_ranks, cp, rows, whole):
     config = SimpleNamespace(**fields)
     assert precision.row_multiple(config, sequence_ranks) == rows

@@ -22,7 +22,7 @@ from megatron_prefix.megatron.install import install
 from megatron_prefix.refusals import table
 from megatron_prefix.refusals.table import OPTIONS
 from tests.harness import steps
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
 
 # Megatron's option: a value that turns it on. With "experts", only where there are some.
 VALUES = {
@@ -65,9 +65,8 @@ LATER = {
 
 
 @pytest.fixture(scope="module")
-def model():
-    with one_rank():
-        yield small_model()
+def model(on_one_rank):
+    return small_model()
 
 
 def option(name):
@@ -179,18 +178,15 @@ class OwnPositions(SelfAttention):
         return super().forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("place", "name", "value", "message"),
-    [
-        ("rotary_pos_emb", "__class__", TwoBases, "rotary embedding TwoBases: use Megatron's"),
-        ("decoder.layers.1.self_attention", "__class__", OwnPositions,
-         "layer 1's attention OwnPositions, which has"),
-        ("decoder.layers.1.self_attention.core_attention", "__class__", Capped, "attention Capped"),
-        ("decoder.layers.0.self_attention", "attn_mask_type", AttnMaskType.no_mask, "type no_mask"),
-        ("decoder.layers.0.self_attention.core_attention", "attn_mask_type", AttnMaskType.padding,
-         "layer 0's attn_mask_type padding: use causal attention"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("place", "name", "value", "message"), [
+    ("rotary_pos_emb", "__class__", TwoBases, "rotary embedding TwoBases: use Megatron's"),
+    ("decoder.layers.1.self_attention", "__class__", OwnPositions,
+     "layer 1's attention OwnPositions, which has"),
+    ("decoder.layers.1.self_attention.core_attention", "__class__", Capped, "attention Capped"),
+    ("decoder.layers.0.self_attention", "attn_mask_type", AttnMaskType.no_mask, "type no_mask"),
+    ("decoder.layers.0.self_attention.core_attention", "attn_mask_type", AttnMaskType.padding,
+     "layer 0's attn_mask_type padding: use causal attention"),
+])  # fmt: skip
 def test_modules_that_segments_would_leave_out_are_refused(
     place, name, value, message, model, monkeypatch
 ):

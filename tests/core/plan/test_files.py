@@ -72,14 +72,11 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
         files.write_text("/dev/full", "x")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("folder", "a folder has this name"), ("file/x", "/file is not a folder"),
-        ("no/x", "/no is missing"), (LONG, "too long"), (f"{LONG}/x", "too long"),
-        ("x/" * 5000, "too long"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "message"), [
+    ("folder", "a folder has this name"), ("file/x", "/file is not a folder"),
+    ("no/x", "/no is missing"), (LONG, "too long"), (f"{LONG}/x", "too long"),
+    ("x/" * 5000, "too long"),
+])  # fmt: skip
 def test_places_that_cannot_be_written(tmp_path, name, message):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()

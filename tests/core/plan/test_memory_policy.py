@@ -225,10 +225,9 @@ def test_what_a_step_holds_at_its_peak():
     assert memory.held == ((0, 6400.0), (1, 2560.0)) and memory.cache_peak == cache
 
 
-@pytest.mark.parametrize(
-    ("policy", "prompt", "answer"),
-    [("retain", 100, 160), ("recompute", 0, 160), ("offload", 0, 160), ("recompute_act", 90, 150)],
-)
+@pytest.mark.parametrize(("policy", "prompt", "answer"), [
+    ("retain", 100, 160), ("recompute", 0, 160), ("offload", 0, 160), ("recompute_act", 90, 150),
+])  # fmt: skip
 def test_policies(policy, prompt, answer):
     footprint, plan = replace(ONE, act=10.0), small_plan(policy=policy)
     [memory] = footprint.peaks(plan)

@@ -20,8 +20,7 @@ from megatron_prefix.plan.planner import backward_order, best_plan, loss_ready_a
 from megatron_prefix.tree import Place, Span, TreeOptions, build
 from tests.harness import fuzzing, trees
 from tests.harness.fuzzing import rounds
-from tests.harness.joint_jobs import crossing_plan
-from tests.harness.plans import random_case, run
+from tests.harness.joint_jobs import crossing_plan, random_case, run
 from tests.harness.trees import flat_rollouts, random_forest, rollout_sets, tree_options
 
 forests = st.builds(lambda sets, options: build(*sets, options), rollout_sets(), tree_options())
@@ -174,23 +173,20 @@ def changed(rank, edit, num_ranks=2):
 EARLY = "B0 runs before the backward of its child 2"
 
 
-@pytest.mark.parametrize(
-    ("rank", "edit", "said", "marked"),
-    [
-        (1, lambda c: c.remove("B2"), f"rank 1, place 4: {EARLY}", "B0"),
-        (0, lambda c: c.remove("B0"), "rank 0 never runs B0", "end"),
-        (1, lambda c: [c.remove("F2"), c.remove("B2")], f"rank 1, place 3: {EARLY}", "B0"),
-        (1, lambda c: c.insert(5, "F1"), "rank 1, place 5: F1 runs a second time", "F1"),
-        (1, lambda c: c.insert(5, "B1"), "rank 1, place 5: B1 runs a second time", "B1"),
-        (1, lambda c: c.insert(1, c.pop(2)),
-         "rank 1, place 1: B1 runs before its own forward", "B1"),
-        (1, lambda c: c.insert(0, c.pop(1)),
-         "rank 1, place 0: F1 runs before the forward of its parent 0", "F1"),
-        (0, lambda c: c.insert(4, c.pop(5)), f"rank 0, place 4: {EARLY}", "B0"),
-        (1, lambda c: c.__setitem__(slice(2, 5), ["F2", "B2", "B1"]),
-         "rank 0, place 3: B1 takes message 0 from rank 1, which sends the one for B2 there", "B1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rank", "edit", "said", "marked"), [
+    (1, lambda c: c.remove("B2"), f"rank 1, place 4: {EARLY}", "B0"),
+    (0, lambda c: c.remove("B0"), "rank 0 never runs B0", "end"),
+    (1, lambda c: [c.remove("F2"), c.remove("B2")], f"rank 1, place 3: {EARLY}", "B0"),
+    (1, lambda c: c.insert(5, "F1"), "rank 1, place 5: F1 runs a second time", "F1"),
+    (1, lambda c: c.insert(5, "B1"), "rank 1, place 5: B1 runs a second time", "B1"),
+    (1, lambda c: c.insert(1, c.pop(2)),
+     "rank 1, place 1: B1 runs before its own forward", "B1"),
+    (1, lambda c: c.insert(0, c.pop(1)),
+     "rank 1, place 0: F1 runs before the forward of its parent 0", "F1"),
+    (0, lambda c: c.insert(4, c.pop(5)), f"rank 0, place 4: {EARLY}", "B0"),
+    (1, lambda c: c.__setitem__(slice(2, 5), ["F2", "B2", "B1"]),
+     "rank 0, place 3: B1 takes message 0 from rank 1, which sends the one for B2 there", "B1"),
+])  # fmt: skip
 def test_what_breaks_the_order_is_refused(rank, edit, said, marked):
     error = refused(changed(rank, edit))
     assert headline(error) == said
@@ -251,26 +247,23 @@ def test_swapped_cells_are_refused_or_harmless(rng, num_ranks):
 PROMPT = Place(0, 0)
 
 
-@pytest.mark.parametrize(
-    ("index", "spans", "message"),
-    [
-        (0, [Span(0, 4, 4, (0, 1), PROMPT)], "its parent span 0.0 is not a span of an inner"),
-        (2, [Span(6, 2, 2, (1,), Place(1, 0))], "its parent span 1.0 is not a span of an inner"),
-        (2, [Span(4, 2, 2, (1,), Place(0, 1))], "its parent span 0.1 is not a span of an inner"),
-        (2, [Span(4, 2, 2, (1,), Place(3, 0))], "its parent span 3.0 is not a span of an inner"),
-        (1, [Span(4, 2, 2, (0,))], "a root starts at 4, not at 0"),
-        (1, [Span(0, 2, 2, (0,))], "rollout 0 comes from span 0.0, not from no span"),
-        (1, [Span(3, 2, 2, (0,), PROMPT)], "a span starts at 3, not at 4, where its parent ends"),
-        (1, [], "has no span"),
-        (1, [Span(4, 0, 0, (0,), PROMPT)], "a span has no positions"),
-        (1, [Span(4, 3, 2, (0,), PROMPT)], "a span has no positions"),
-        (1, [Span(4, 2, 2, (0,), PROMPT)] * 2, "has a rollout twice"),
-        (1, [Span(4, 2, 2, (0,), PROMPT), Span(3, 2, 2, (1,), PROMPT)], "a span starts at 3"),
-        (2, [Span(4, 2, 2, (0,), PROMPT)], "rollout 0 comes from span 1.0, not from span 0.0"),
-        (2, [Span(4, 2, 2, (7,), PROMPT)], "rollout 7 comes from no span, not from span 0.0"),
-        (0, [Span(0, 4, 8, (0, 1))], "a span of an inner segment has padding"),
-    ],
-)
+@pytest.mark.parametrize(("index", "spans", "message"), [
+    (0, [Span(0, 4, 4, (0, 1), PROMPT)], "its parent span 0.0 is not a span of an inner"),
+    (2, [Span(6, 2, 2, (1,), Place(1, 0))], "its parent span 1.0 is not a span of an inner"),
+    (2, [Span(4, 2, 2, (1,), Place(0, 1))], "its parent span 0.1 is not a span of an inner"),
+    (2, [Span(4, 2, 2, (1,), Place(3, 0))], "its parent span 3.0 is not a span of an inner"),
+    (1, [Span(4, 2, 2, (0,))], "a root starts at 4, not at 0"),
+    (1, [Span(0, 2, 2, (0,))], "rollout 0 comes from span 0.0, not from no span"),
+    (1, [Span(3, 2, 2, (0,), PROMPT)], "a span starts at 3, not at 4, where its parent ends"),
+    (1, [], "has no span"),
+    (1, [Span(4, 0, 0, (0,), PROMPT)], "a span has no positions"),
+    (1, [Span(4, 3, 2, (0,), PROMPT)], "a span has no positions"),
+    (1, [Span(4, 2, 2, (0,), PROMPT)] * 2, "has a rollout twice"),
+    (1, [Span(4, 2, 2, (0,), PROMPT), Span(3, 2, 2, (1,), PROMPT)], "a span starts at 3"),
+    (2, [Span(4, 2, 2, (0,), PROMPT)], "rollout 0 comes from span 1.0, not from span 0.0"),
+    (2, [Span(4, 2, 2, (7,), PROMPT)], "rollout 7 comes from no span, not from span 0.0"),
+    (0, [Span(0, 4, 8, (0, 1))], "a span of an inner segment has padding"),
+])  # fmt: skip
 def test_tables_that_are_no_forest_are_refused(index, spans, message):
     segments = list(trees.flat_forest().segments)
     segments[index] = segments[index]._replace(spans=tuple(spans))

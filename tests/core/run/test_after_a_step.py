@@ -113,15 +113,12 @@ def test_host_memory_goes_with_the_first_step_without_offload():
     assert alive() is None
 
 
-@pytest.mark.parametrize(
-    ("reserved", "after", "returns"),
-    [
-        (100, 150, False),  # within the limit
-        (100, 181, True),
-        (200, 200, False),  # the trainer's own
-        (200, 201, True),
-    ],
-)
+@pytest.mark.parametrize(("reserved", "after", "returns"), [
+    (100, 150, False),  # within the limit
+    (100, 181, True),
+    (200, 200, False),  # the trainer's own
+    (200, 201, True),
+])  # fmt: skip
 def test_cached_blocks_beyond_the_limit_are_returned(reserved, after, returns, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: after)

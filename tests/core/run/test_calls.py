@@ -43,20 +43,17 @@ def packing(*ends, padded=None, **fields):
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "cp_size", "wanted"),
-    [
-        (dict(tokens=(3, 5)), 1, CallLayout((5, 5, 5), False)),
-        (dict(tokens=(1, 9), ends=(0, 4, 9)), 1, CallLayout((4, 5), True)),
-        (dict(tokens=(1, 12), ends=(0, 3, 7), padded=(0, 4, 12)), 1, CallLayout((4, 8), True)),
-        (dict(tokens=(1, 12), ends=(0, 4, 9)), 1, CallLayout((4, 5, 3), True, 3)),
-        (dict(tokens=(1, 6), ends=(0, 4, 12)), 2, CallLayout((4, 8), True)),
-        (dict(tokens=(1, 4), ends=(0, 4, 4, 4)), 1, CallLayout((4,), True)),
-        (dict(ends=(0, 4, 9)), 1, CallLayout((4, 5), True)),
-        (dict(tokens=(2, 4), ends=(0, 4, 8)), 1, CallLayout((4, 4), False)),
-        (dict(), 1, None),
-    ],
-)
+@pytest.mark.parametrize(("given", "cp_size", "wanted"), [
+    (dict(tokens=(3, 5)), 1, CallLayout((5, 5, 5), False)),
+    (dict(tokens=(1, 9), ends=(0, 4, 9)), 1, CallLayout((4, 5), True)),
+    (dict(tokens=(1, 12), ends=(0, 3, 7), padded=(0, 4, 12)), 1, CallLayout((4, 8), True)),
+    (dict(tokens=(1, 12), ends=(0, 4, 9)), 1, CallLayout((4, 5, 3), True, 3)),
+    (dict(tokens=(1, 6), ends=(0, 4, 12)), 2, CallLayout((4, 8), True)),
+    (dict(tokens=(1, 4), ends=(0, 4, 4, 4)), 1, CallLayout((4,), True)),
+    (dict(ends=(0, 4, 9)), 1, CallLayout((4, 5), True)),
+    (dict(tokens=(2, 4), ends=(0, 4, 8)), 1, CallLayout((4, 4), False)),
+    (dict(), 1, None),
+])  # fmt: skip
 def test_layouts(given, cp_size, wanted):
     shape, ends = given.get("tokens"), given.get("ends")
     found = call(
@@ -66,15 +63,12 @@ def test_layouts(given, cp_size, wanted):
     assert layouts([found], cp_size) == (None if wanted is None else [wanted])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"decoder_input": torch.zeros(4, 1, 8)}, "model calls of the step have decoder_input"),
-        ({"inference_context": object()}, "inference_context: leave it out"),
-        ({"inference_params": object()}, "inference_params"),
-        ({"output_processor_context": {"x": torch.zeros(3)}}, "which has tensors"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"decoder_input": torch.zeros(4, 1, 8)}, "model calls of the step have decoder_input"),
+    ({"inference_context": object()}, "inference_context: leave it out"),
+    ({"inference_params": object()}, "inference_params"),
+    ({"output_processor_context": {"x": torch.zeros(3)}}, "which has tensors"),
+])  # fmt: skip
 def test_what_cannot_be_answered_is_refused_by_name(arguments, message):
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     check([call(tokens, None, None)])
@@ -247,19 +241,16 @@ def test_a_padding_mask_matters_where_routers_count():
     assert PADS in accepts(OBEYED, padding_mask=pads, counted=True)
 
 
-@pytest.mark.parametrize(
-    ("fields", "counts"),
-    [
-        ({}, False),
-        ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}, False),
-        ({"moe_aux_loss_coeff": 0.0}, False),
-        ({"moe_aux_loss_coeff": 0.01}, True),
-        ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-          "moe_aux_loss_coeff": [0.0, 0.01]}, True),
-        ({"moe_z_loss_coeff": 1e-3}, True),
-        ({"moe_router_enable_expert_bias": True}, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "counts"), [
+    ({}, False),
+    ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}, False),
+    ({"moe_aux_loss_coeff": 0.0}, False),
+    ({"moe_aux_loss_coeff": 0.01}, True),
+    ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+      "moe_aux_loss_coeff": [0.0, 0.01]}, True),
+    ({"moe_z_loss_coeff": 1e-3}, True),
+    ({"moe_router_enable_expert_bias": True}, True),
+])  # fmt: skip
 def test_what_of_routers_counts_tokens(fields, counts):
     options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0, **fields}
     assert counts_tokens(SimpleNamespace(num_moe_experts=4, **options)) == counts

@@ -74,22 +74,19 @@ def test_the_scripts_traceback_passes_through(script):
     assert (line.strip(), error) == ('raise KeyError("of the script")', "KeyError: 'of the script'")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give a script"),
-        (["--lr", "1", "train.py"], "give a script before --lr"),
-        (["no-such-script.py"], "no-such-script.py: no such file"),
-        ([__file__, "--prefix-schedule", "maybe"], "--prefix-schedule: mode is 'maybe': give one"),
-        ([__file__, "--prefix-plan", "no-such.csv"], "--prefix-plan: no-such.csv: "),
-        (
-            [__file__, "--prefix-shedule", "off"],
-            "--prefix-shedule: did you mean --prefix-schedule?",
-        ),
-        (["--prefix-aling", "8", __file__], "--prefix-aling: did you mean --prefix-align?"),
-        ([__file__, "--prefix-plan"], "argument --prefix-plan: expected one argument"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "give a script"),
+    (["--lr", "1", "train.py"], "give a script before --lr"),
+    (["no-such-script.py"], "no-such-script.py: no such file"),
+    ([__file__, "--prefix-schedule", "maybe"], "--prefix-schedule: mode is 'maybe': give one"),
+    ([__file__, "--prefix-plan", "no-such.csv"], "--prefix-plan: no-such.csv: "),
+    (
+        [__file__, "--prefix-shedule", "off"],
+        "--prefix-shedule: did you mean --prefix-schedule?",
+    ),
+    (["--prefix-aling", "8", __file__], "--prefix-aling: did you mean --prefix-align?"),
+    ([__file__, "--prefix-plan"], "argument --prefix-plan: expected one argument"),
+])  # fmt: skip
 def test_bad_usage_is_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as caught:
         main(words)

@@ -232,13 +232,10 @@ def from_tracker(x):
         return x * (1 + torch.rand(()))
 
 
-@pytest.mark.parametrize(
-    ("noise", "generator"),
-    [
-        (lambda x: x + 0.1 * torch.rand_like(x), "torch"),
-        (from_tracker, "Megatron's model-parallel-rng"),
-    ],
-)
+@pytest.mark.parametrize(("noise", "generator"), [
+    (lambda x: x + 0.1 * torch.rand_like(x), "torch"),
+    (from_tracker, "Megatron's model-parallel-rng"),
+])  # fmt: skip
 def test_mode_on_refuses_noise_and_leaves_all_as_it_was(noise, generator):
     model = small_model()
     layer = unwrap(model).decoder.layers[1]

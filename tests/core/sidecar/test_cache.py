@@ -53,13 +53,10 @@ def captured(*indices, num_layers=1, dtype=torch.float32):
     return cache
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wide"),
-    [
-        (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
-        (torch.float32, torch.float32), (torch.float64, torch.float64),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "wide"), [
+    (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+    (torch.float32, torch.float32), (torch.float64, torch.float64),
+])  # fmt: skip
 @pytest.mark.parametrize("first", [BELOW_BRANCH, BELOW_CHAIN], ids=["whole arena", "part of it"])
 def test_gradients_are_kept_in_fp32_or_wider(dtype, wide, first):
     cache = captured(0, 1, 2, dtype=dtype)

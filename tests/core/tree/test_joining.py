@@ -129,13 +129,10 @@ def test_a_round_has_its_prompts():
     assert forest.executed_tokens == 80
 
 
-@pytest.mark.parametrize(
-    ("fields", "ranks"),
-    [
-        ({"min_gain": 0}, 1), ({"memory": "recompute"}, 1), ({"memory": "offload"}, 1),
-        ({"chunk_tokens": 8}, 1), ({"cache_host_layers": 1}, 1), ({}, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "ranks"), [
+    ({"min_gain": 0}, 1), ({"memory": "recompute"}, 1), ({"memory": "offload"}, 1),
+    ({"chunk_tokens": 8}, 1), ({"cache_host_layers": 1}, 1), ({}, 2),
+])  # fmt: skip
 def test_where_nothing_is_joined(fields, ranks):
     cost = CostModel.of_flops(1.0, 1.0, 0.0)
     rollouts, _ = flat_rollouts(200, 50, 4, 2)
@@ -170,17 +167,14 @@ def test_faults_of_joined_segments_are_named(segment, fault):
         check_segments([segment])
 
 
-@pytest.mark.parametrize(
-    ("division", "in_loss", "in_mean"),
-    [
-        (Division(False, False, False), [4.0, 0.5, 0.0], [4.0, 0.5, 0.0]),
-        (Division(False, True, False), [1.0, 0.5, 1.0], [4.0, 0.5, 0.0]),
-        (Division(False, True, True), [1.0, 0.5, 1.0], [1.0, 0.5, 1.0]),
-        (Division(True, False, False), [1.0, 1.0, 1.0], [4.0, 0.5, 0.0]),
-        (Division(True, True, False), [3.0, 1.5, 3.0], [4.0, 0.5, 0.0]),
-        (Division(True, True, True), [3.0, 1.5, 3.0], [1.0, 0.5, 1.0]),
-    ],
-)
+@pytest.mark.parametrize(("division", "in_loss", "in_mean"), [
+    (Division(False, False, False), [4.0, 0.5, 0.0], [4.0, 0.5, 0.0]),
+    (Division(False, True, False), [1.0, 0.5, 1.0], [4.0, 0.5, 0.0]),
+    (Division(False, True, True), [1.0, 0.5, 1.0], [1.0, 0.5, 1.0]),
+    (Division(True, False, False), [1.0, 1.0, 1.0], [4.0, 0.5, 0.0]),
+    (Division(True, True, False), [3.0, 1.5, 3.0], [4.0, 0.5, 0.0]),
+    (Division(True, True, True), [3.0, 1.5, 3.0], [1.0, 0.5, 1.0]),
+])  # fmt: skip
 def test_what_a_weight_counts_in_predicting_further(division, in_loss, in_mean):
     """Of microbatches whose moved weights are less than 1 together, more, and none; releases of
     Megatron differ. Their steps are rows of tests/test_cases.py."""

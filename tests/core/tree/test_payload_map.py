@@ -95,11 +95,9 @@ def test_context_parallel_ranks_hold_equal_parts(parts, sets, options):
     assert rows <= found.positions.length <= 2 * rows
 
 
-@pytest.mark.parametrize(
-    ("num", "padded"),
-    [(3, [[14], [16], [15, 1], [11, 11, 12]]), (1, [[14], [14], [16], [12]])],
-    ids=["a prompt", "a rollout up to its loss"],
-)
+@pytest.mark.parametrize(("num", "padded"), [
+    (3, [[14], [16], [15, 1], [11, 11, 12]]), (1, [[14], [14], [16], [12]]),
+], ids=["a prompt", "a rollout up to its loss"])  # fmt: skip
 def test_what_is_padded_in_its_last_chunk_is_one_block_of_keys(num, padded):
     rollouts, groups = flat_rollouts(prefix=45, suffix=11, num=num, num_groups=1)
     options = TreeOptions(

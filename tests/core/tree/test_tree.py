@@ -76,18 +76,15 @@ def test_what_is_behind_the_last_loss_is_not_computed():
     assert all(forest.segments[path[-1].segment].scored for path in forest.paths)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"multiple": 0}, "multiple is 0"), ({"chunk_tokens": -1}, "chunk_tokens is -1"),
-        ({"segment_tokens": -2}, "segment_tokens is -2"), ({"min_gain": -3}, "min_gain is -3"),
-        ({"cut": 0}, "cut is 0"),
-        ({"multiple": 8, "chunk_tokens": 4}, "chunk_tokens 4 is below the alignment 8"),
-        ({"multiple": 4, "cut": 6, "chunk_tokens": 8}, "below the alignment 12"),
-        ({"share": "all"}, "share is 'all'"),
-        (dict(joins=True, chunk_tokens=8), "joins with chunk_tokens"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "message"), [
+    ({"multiple": 0}, "multiple is 0"), ({"chunk_tokens": -1}, "chunk_tokens is -1"),
+    ({"segment_tokens": -2}, "segment_tokens is -2"), ({"min_gain": -3}, "min_gain is -3"),
+    ({"cut": 0}, "cut is 0"),
+    ({"multiple": 8, "chunk_tokens": 4}, "chunk_tokens 4 is below the alignment 8"),
+    ({"multiple": 4, "cut": 6, "chunk_tokens": 8}, "below the alignment 12"),
+    ({"share": "all"}, "share is 'all'"),
+    (dict(joins=True, chunk_tokens=8), "joins with chunk_tokens"),
+])  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         TreeOptions(**options)

@@ -68,16 +68,13 @@ def test_a_rounded_long_sum_fits_and_a_wrong_term_does_not():
             assert_close(total * 1.1, wanted, 4096)
 
 
-@pytest.mark.parametrize(
-    ("actual", "expected", "message"),
-    [
-        ([1.0, float("nan")], [1.0, 2.0], "1 of 2 elements of actual"),
-        ([1.0, 2.0], [1.0, float("inf")], "1 of 2 elements of expected"),
-        ([1.0, 2.0], [1.0], "shapes differ"),
-        ([], [], "nothing to compare"),
-        ([1e-30], [0.0], "all zero"),
-    ],
-)
+@pytest.mark.parametrize(("actual", "expected", "message"), [
+    ([1.0, float("nan")], [1.0, 2.0], "1 of 2 elements of actual"),
+    ([1.0, 2.0], [1.0, float("inf")], "1 of 2 elements of expected"),
+    ([1.0, 2.0], [1.0], "shapes differ"),
+    ([], [], "nothing to compare"),
+    ([1e-30], [0.0], "all zero"),
+])  # fmt: skip
 def test_what_cannot_be_compared_is_an_error(actual, expected, message):
     pair = torch.tensor(actual, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
     with pytest.raises(ValueError, match=message):

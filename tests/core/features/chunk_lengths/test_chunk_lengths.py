@@ -13,13 +13,10 @@ from megatron_prefix.tree import TreeOptions, find_shared
 from tests.harness.trees import flat_rollouts
 
 
-@pytest.mark.parametrize(
-    ("p", "r", "n", "stages", "wave", "chunks"),
-    [
-        (10240, 2048, 8, 8, 2048, 1), (16384, 64, 16, 4, 1024, 1), (10240, 2048, 8, 4, 2048, 2),
-        (2048, 1024, 8, 2, 2048, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("p", "r", "n", "stages", "wave", "chunks"), [
+    (10240, 2048, 8, 8, 2048, 1), (16384, 64, 16, 4, 1024, 1), (10240, 2048, 8, 4, 2048, 2),
+    (2048, 1024, 8, 2, 2048, 1),
+])  # fmt: skip
 def test_auto_is_within_five_percent_of_a_sweep(p, r, n, stages, wave, chunks):
     rollouts, groups = flat_rollouts(p, r, n, 4)
     shared = find_shared(rollouts, groups, TreeOptions(segment_tokens=wave))

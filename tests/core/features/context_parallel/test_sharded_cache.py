@@ -229,14 +229,13 @@ def test_samples_that_are_not_cut_into_two_chunks_are_refused():
     assert "multiple of 4" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("reduce", "steps", "free", "gathers"),
-    [("auto", "ttttt", [9, 9, 9], "yyyyy"), ("auto", "ttttt", [9, 3, 9], "ynnnn"),
-     ("auto", "ttttt", [4, 9, 9], "nnnnn"), ("auto", "fftfttt", [9, 9, 3], "nnyyynn"),
-     ("auto", 53 * "t", [9, 3, 9, 9], 1 * "y" + 52 * "n"),
-     ("auto", 152 * "t", [3, 9, 9, 9, 9, 1], 50 * "n" + 100 * "y" + 2 * "n"),
-     ("segment", "tft", [], "yyy"), ("wave", "tft", [], "nnn")],
-)  # fmt: skip
+@pytest.mark.parametrize(("reduce", "steps", "free", "gathers"), [
+    ("auto", "ttttt", [9, 9, 9], "yyyyy"), ("auto", "ttttt", [9, 3, 9], "ynnnn"),
+    ("auto", "ttttt", [4, 9, 9], "nnnnn"), ("auto", "fftfttt", [9, 9, 3], "nnyyynn"),
+    ("auto", 53 * "t", [9, 3, 9, 9], 1 * "y" + 52 * "n"),
+    ("auto", 152 * "t", [3, 9, 9, 9, 9, 1], 50 * "n" + 100 * "y" + 2 * "n"),
+    ("segment", "tft", [], "yyy"), ("wave", "tft", [], "nnn"),
+])  # fmt: skip
 def test_every_rank_keeps_all_if_the_least_room_allows_it(
     reduce, steps, free, gathers, monkeypatch
 ):

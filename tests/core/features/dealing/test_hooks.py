@@ -169,19 +169,16 @@ def other(*args, **options):
     return by_turns(*args, **options)
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"enable_mtp_training": True}, "--enable-mtp-training: its loss is a mean"),
-        ({"moe_router_load_balancing_type": "aux_loss"}, "--moe-aux-loss-coeff"),
-        ({"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [0.1]},
-         "--moe-aux-loss-coeff"),
-        ({"moe_z_loss_coeff": 1e-3}, "--moe-z-loss-coeff"),
-        ({"loss_type": "custom_loss"}, "--loss-type custom_loss"),
-        ({"custom_pg_loss_reducer_function_path": "a.b"}, "--custom-pg-loss-reducer"),
-        ({"max_tokens_per_gpu": 1}, "too few for equal numbers of microbatches"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "why"), [
+    ({"enable_mtp_training": True}, "--enable-mtp-training: its loss is a mean"),
+    ({"moe_router_load_balancing_type": "aux_loss"}, "--moe-aux-loss-coeff"),
+    ({"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [0.1]},
+     "--moe-aux-loss-coeff"),
+    ({"moe_z_loss_coeff": 1e-3}, "--moe-z-loss-coeff"),
+    ({"loss_type": "custom_loss"}, "--loss-type custom_loss"),
+    ({"custom_pg_loss_reducer_function_path": "a.b"}, "--custom-pg-loss-reducer"),
+    ({"max_tokens_per_gpu": 1}, "too few for equal numbers of microbatches"),
+])  # fmt: skip
 def test_slimes_own_dealing_stays_and_the_log_says_why(more, why, caplog):
     rollouts = drawn(num=13)[:48] if "max_tokens_per_gpu" in more else drawn()
     config = CONFIG | {"vpp_size": 2, "microbatch_group_size_per_vp_stage": 5}
@@ -299,16 +296,13 @@ def test_nemo_rl_packs_whole_groups(size):
         assert spread <= (8 if size else 13)
 
 
-@pytest.mark.parametrize(
-    ("policy", "more", "why"),
-    [
-        (Policy(mtp_num_layers=1), {}, "mtp_num_layers: its loss is a mean"),
-        (Policy(moe_router_load_balancing_type="aux_loss"), {}, "moe_router_load_balancing_type"),
-        (Policy(), {"budget": 90}, "a rollout is longer than 90 tokens"),
-        (Policy(), {"dynamic_batching_args": {}}, "dynamic batching cuts microbatches"),
-        (SimpleNamespace(), {}, "the configuration of the policy is not known"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("policy", "more", "why"), [
+    (Policy(mtp_num_layers=1), {}, "mtp_num_layers: its loss is a mean"),
+    (Policy(moe_router_load_balancing_type="aux_loss"), {}, "moe_router_load_balancing_type"),
+    (Policy(), {"budget": 90}, "a rollout is longer than 90 tokens"),
+    (Policy(), {"dynamic_batching_args": {}}, "dynamic batching cuts microbatches"),
+    (SimpleNamespace(), {}, "the configuration of the policy is not known"),
+])  # fmt: skip
 def test_nemo_rls_own_dealing_stays_and_the_log_says_why(policy, more, why, caplog):
     module, rollouts = nemo(), drawn()
     rollouts[0] = (rollouts[0][0][:1] + [1] * 91, 40)

@@ -106,15 +106,12 @@ def test_factors_of_both_schedules():
     assert known.measured(True) and known.measured(False) and not step(True, 1).measured(False)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("gram", [[1.0]]), ("gram", "x"), ("moment", [float("nan")] * 10), ("moment", [-1.0] * 10),
-        ("count", None), ("count", float("inf")), ("steps", [[True, [1.0], 1.0]]),
-        ("steps", [[True, [0.0] * 10, 1.0]]), ("steps", [[True, [1.0] * 10, 0.0]]), ("steps", 7),
-        ("gram", np.triu(np.ones((10, 10)), 1).tolist()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "value"), [
+    ("gram", [[1.0]]), ("gram", "x"), ("moment", [float("nan")] * 10), ("moment", [-1.0] * 10),
+    ("count", None), ("count", float("inf")), ("steps", [[True, [1.0], 1.0]]),
+    ("steps", [[True, [0.0] * 10, 1.0]]), ("steps", [[True, [1.0] * 10, 0.0]]), ("steps", 7),
+    ("gram", np.triu(np.ones((10, 10)), 1).tolist()),
+])  # fmt: skip
 def test_damaged_measurements_are_refused(name, value):
     with pytest.raises(ValueError, match="measure"):
         Evidence.from_json({**step(True, 1.0).to_json(), name: value})
@@ -145,17 +142,14 @@ def test_damaged_bytes_are_refused(tmp_path, row):
         read_costs(str(path))
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (b"rollouts", "no file of measured costs"), (b"\xff\xfe", "no file of measured costs"),
-        (b"[]", "no file of measured costs"), (b"[" * 100_000, "no file of measured costs"),
-        (b'{"format": "megatron_prefix costs", "version": 9}', "another version than 2"),
-        (b'{"format": "megatron_prefix costs", "version": 2}', "damaged"),
-        (b'{"format": "megatron_prefix costs", "version": 2, "measured": 1}', "damaged"),
-        (b'{"format": "megatron_prefix costs", "version": 2, "measured": {"a": 1}}', "damaged"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "why"), [
+    (b"rollouts", "no file of measured costs"), (b"\xff\xfe", "no file of measured costs"),
+    (b"[]", "no file of measured costs"), (b"[" * 100_000, "no file of measured costs"),
+    (b'{"format": "megatron_prefix costs", "version": 9}', "another version than 2"),
+    (b'{"format": "megatron_prefix costs", "version": 2}', "damaged"),
+    (b'{"format": "megatron_prefix costs", "version": 2, "measured": 1}', "damaged"),
+    (b'{"format": "megatron_prefix costs", "version": 2, "measured": {"a": 1}}', "damaged"),
+])  # fmt: skip
 def test_other_files_are_refused_and_kept(tmp_path, text, why):
     path = tmp_path / "costs.json"
     path.write_bytes(text)

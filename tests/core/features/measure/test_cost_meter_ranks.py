@@ -156,11 +156,9 @@ def test_a_bad_file_ends_all_ranks(tmp_path):
 # The prefilter, and ranks that share experts ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layout", "with_prompt"),
-    [(EP2, (False, False)), (Layout(pp=2, dp=2, ep=2), (True, False))],
-    ids=str,
-)
+@pytest.mark.parametrize(("layout", "with_prompt"), [
+    (EP2, (False, False)), (Layout(pp=2, dp=2, ep=2), (True, False)),
+], ids=str)  # fmt: skip
 def test_no_tree_is_built_only_where_no_rank_shares(layout, with_prompt):
     def on_rank():
         runtime.initialize(layout)

@@ -40,13 +40,10 @@ rank 1,F0,F1,F2,B2,B1,B0
 """
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *["", "F", "3", "f3", "F-1", "F3.", "F3.1.2", "W3", "F 3", "F3B3"],
-        *["S3", "R3", "S3<1", "R3>1", "F3>1", "B3<1", "S3>", "S3>-1", "S3>1.1"],
-    ],
-)
+@pytest.mark.parametrize("text", [
+    *["", "F", "3", "f3", "F-1", "F3.", "F3.1.2", "W3", "F 3", "F3B3"],
+    *["S3", "R3", "S3<1", "R3>1", "F3>1", "B3<1", "S3>", "S3>-1", "S3>1.1"],
+])  # fmt: skip
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(UserError, match="is not an action"):
         parse_action(text)
@@ -98,38 +95,35 @@ def test_ranks_that_cannot_be_read(cell):
         from_csv(ACROSS_CSV.replace(",<2,", f",{cell},"), "p.csv")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (SMALL_CSV, "", "p.csv: not a plan"),
-        ("segment,kind", "part,kind", "p.csv:3: not the columns of a plan"),
-        ("plan,4,2,1", "plan,6,2,1", "p.csv:2: a plan of version 6, .* reads versions 4 and 5"),
-        ("plan,4,2,1", "plan,5,2,1", "p.csv:3: not the columns of a plan"),
-        ("plan,4,2,1", "plan,4,0,1", r"p.csv:2: ranks 0"),
-        ("plan,4,2,1", "plan,4,x,1", "p.csv:2: .* whole numbers"),
-        ("plan,4,2,1", f"plan,4,{10**300},1", "p.csv:2: .* whole numbers"),
-        ("plan,4,2,1", "plan,4,9,1", "5 lines after the header, 9 ranks announced"),
-        ("plan,4,2,1", "plan,4,2,999999999", "p.csv:2: 3 segments on 999999999 model chunks"),
-        (",kind,policy,", ",kind,", "p.csv:3: not the columns of a plan"),
-        ("\n1,inner", "\n2,inner", "p.csv:5: segment 2: number from 0"),
-        ("1<0.0", "1<0", r"p.csv:5: '3\+3/3:0 1<0' is not a span: .* <segment.span of its parent"),
-        ("1<0.0", f"1<{10**300}.0", r"p.csv:5: '3\+3/3:0 1<1000.*\.\.\.' is not a span"),
-        ("inner,retain", "inner,forget", "p.csv:4: policy 'forget': inner can have retain or rec"),
-        (
-            "scored,retain",
-            "scored,recompute",
-            r"p.csv:6: policy 'recompute': wave\+scored can have",
-        ),
-        ("0+3/3:0 1", "0+3:0 1", r"p.csv:4: '0\+3:0 1' is not a span"),
-        ("\n0,inner", f"\n{10**300},inner", r"p.csv:4: '1000.*\.\.\.' is not a whole number"),
-        (",0+3/3:0 1", "", "p.csv:4: segment 0"),
-        ("0,inner,retain,0,0+3/3:0 1", "0,inner", "p.csv:4: not enough values"),
-        ("retain,4,6+", "retain,5,6+", "p.csv:6: '5' trained positions: give at most as many"),
-        ("retain,0,0+", "retain,1,0+", "p.csv:4: '1' trained positions: .* 0 without loss"),
-        ("rank 1,F0", "rank 2,F0", "p.csv:8: expected 'rank 1', found 'rank 2'"),
-        ("rank 1,F0", "rank 1,G0", "p.csv:8: 'G0' is not an action"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), [
+    (SMALL_CSV, "", "p.csv: not a plan"),
+    ("segment,kind", "part,kind", "p.csv:3: not the columns of a plan"),
+    ("plan,4,2,1", "plan,6,2,1", "p.csv:2: a plan of version 6, .* reads versions 4 and 5"),
+    ("plan,4,2,1", "plan,5,2,1", "p.csv:3: not the columns of a plan"),
+    ("plan,4,2,1", "plan,4,0,1", r"p.csv:2: ranks 0"),
+    ("plan,4,2,1", "plan,4,x,1", "p.csv:2: .* whole numbers"),
+    ("plan,4,2,1", f"plan,4,{10**300},1", "p.csv:2: .* whole numbers"),
+    ("plan,4,2,1", "plan,4,9,1", "5 lines after the header, 9 ranks announced"),
+    ("plan,4,2,1", "plan,4,2,999999999", "p.csv:2: 3 segments on 999999999 model chunks"),
+    (",kind,policy,", ",kind,", "p.csv:3: not the columns of a plan"),
+    ("\n1,inner", "\n2,inner", "p.csv:5: segment 2: number from 0"),
+    ("1<0.0", "1<0", r"p.csv:5: '3\+3/3:0 1<0' is not a span: .* <segment.span of its parent"),
+    ("1<0.0", f"1<{10**300}.0", r"p.csv:5: '3\+3/3:0 1<1000.*\.\.\.' is not a span"),
+    ("inner,retain", "inner,forget", "p.csv:4: policy 'forget': inner can have retain or rec"),
+    (
+        "scored,retain",
+        "scored,recompute",
+        r"p.csv:6: policy 'recompute': wave\+scored can have",
+    ),
+    ("0+3/3:0 1", "0+3:0 1", r"p.csv:4: '0\+3:0 1' is not a span"),
+    ("\n0,inner", f"\n{10**300},inner", r"p.csv:4: '1000.*\.\.\.' is not a whole number"),
+    (",0+3/3:0 1", "", "p.csv:4: segment 0"),
+    ("0,inner,retain,0,0+3/3:0 1", "0,inner", "p.csv:4: not enough values"),
+    ("retain,4,6+", "retain,5,6+", "p.csv:6: '5' trained positions: give at most as many"),
+    ("retain,0,0+", "retain,1,0+", "p.csv:4: '1' trained positions: .* 0 without loss"),
+    ("rank 1,F0", "rank 2,F0", "p.csv:8: expected 'rank 1', found 'rank 2'"),
+    ("rank 1,F0", "rank 1,G0", "p.csv:8: 'G0' is not an action"),
+])  # fmt: skip
 def test_a_broken_file_is_refused_with_its_line(old, new, message):
     assert old in SMALL_CSV
     with pytest.raises(UserError, match=message) as caught:

@@ -161,16 +161,13 @@ def test_routers_and_further_tokens_are_stocks(name, spec):
     assert all(torch.equal(found[0][1][key], value) for key, value in found[1][1].items())
 
 
-@pytest.mark.parametrize(
-    ("ours", "stock"),
-    [
-        ([{"loss": 1.0}], [{"loss": 1.0}, {"loss": 1.0}]), ([{"loss": 1.0}], [{"lost": 1.0}]),
-        ([{"loss": torch.ones(2)}], [{"loss": torch.ones(3)}]),
-        ([{"loss": torch.ones(2)}], [{"loss": 1.0}]), ([{"num": 3}], [{"num": 4}]),
-        ([{"loss": float("nan")}], [{"loss": 1.0}]),
-        ([{"loss": torch.tensor(float("nan"))}], [{"loss": torch.tensor(1.0)}]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("ours", "stock"), [
+    ([{"loss": 1.0}], [{"loss": 1.0}, {"loss": 1.0}]), ([{"loss": 1.0}], [{"lost": 1.0}]),
+    ([{"loss": torch.ones(2)}], [{"loss": torch.ones(3)}]),
+    ([{"loss": torch.ones(2)}], [{"loss": 1.0}]), ([{"num": 3}], [{"num": 4}]),
+    ([{"loss": float("nan")}], [{"loss": 1.0}]),
+    ([{"loss": torch.tensor(float("nan"))}], [{"loss": torch.tensor(1.0)}]),
+])  # fmt: skip
 def test_results_that_differ_in_kind_are_infinitely_far(ours, stock):
     error, size, _ = logs.stores(ours, stock, 1.0)
     assert logs.relative(error, size) == float("inf")

@@ -82,15 +82,11 @@ def train(layout, model, faulty, config):
 DDP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 20_000}
 
 
-@pytest.mark.parametrize(
-    ("layout", "model", "config"),
-    [
-        (Layout(dp=2), DDP, {"mode": "on"}),
-        (Layout(pp=2), {}, {"mode": "on"}),
-        (Layout(ep=2, dp=2), {"name": "tiny-moe"}, {"mode": "on"}),
-    ],
-    ids=["dp2, distributed optimizer", "pp2", "ep2"],
-)
+@pytest.mark.parametrize(("layout", "model", "config"), [
+    (Layout(dp=2), DDP, {"mode": "on"}),
+    (Layout(pp=2), {}, {"mode": "on"}),
+    (Layout(ep=2, dp=2), {"name": "tiny-moe"}, {"mode": "on"}),
+], ids=["dp2, distributed optimizer", "pp2", "ep2"])  # fmt: skip
 def test_each_rank_gets_stocks_gradients_and_all_agree(layout, model, config):
     for equal, verification, share in run_ranks(2, train, layout, model, False, config):
         assert equal

@@ -59,17 +59,14 @@ def test_mode_auto_gives_untried_fp8_to_the_stock_schedule(monkeypatch):
     assert schedule.report.decision.reason.endswith(table.FP8_UNTRIED.fix)
 
 
-@pytest.mark.parametrize(
-    ("mode", "line"),
-    [
-        ("on", "prefix sharing is on: rank 0 computes {:,} of {:,} tokens ({:.1f}x predicted)"),
-        (
-            "observe",
-            "prefix sharing is observed: rank 0 would compute {:,} of {:,} tokens ({:.1f}x"
-            " predicted)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("mode", "line"), [
+    ("on", "prefix sharing is on: rank 0 computes {:,} of {:,} tokens ({:.1f}x predicted)"),
+    (
+        "observe",
+        "prefix sharing is observed: rank 0 would compute {:,} of {:,} tokens ({:.1f}x"
+        " predicted)",
+    ),
+])  # fmt: skip
 def test_what_is_shared_is_logged_once(mode, line, caplog):
     schedule = watching(mode)
     two_steps(schedule, Trainer())

@@ -1,23 +1,86 @@
-"""A step that stands says where, on every rank; others say nothing, and none leaves a thread."""
+"""A step that stands says where, on every rank, and what it waits for; others say nothing, and none
+leaves a thread."""
 
 import itertools
+import logging
 import re
 import threading
 import time
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_prefix.features.watchdog import watchdog
 from megatron_prefix.features.watchdog.watchdog import Watchdog
+from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.rl import passes
+from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run import planning
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.schedule import PrefixSchedule
+from tests.core.alignment.test_dead_rank import step_of
 from tests.harness import steps
 from tests.harness.failures import CONFIG, Fault, items, raised
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import small_model
+from tests.harness.ranks import run_ranks
+
+RANKS_SOON_S, SLEEP_S = 0.3, 1.5
+
+
+class Kept(logging.Handler):
+    """Keeps lines."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def step_with_a_slow_rank(layout, late):
+    """A rank's part: one of them sleeps in its first segment, and what each says."""
+    kept = Kept()
+    watchdog.logger.addHandler(kept)
+    step, stock = step_of(layout, watchdog_minutes=RANKS_SOON_S / 60), SegmentInputs.call
+    sleeps = [SLEEP_S] if dist.get_rank() == late else []
+
+    def slow(*args, **options):
+        if sleeps:
+            time.sleep(sleeps.pop())
+        return stock(*args, **options)
+
+    SegmentInputs.call = slow
+    step()
+    return kept.lines
+
+
+def test_every_rank_of_a_pipeline_says_what_it_waits_for():
+    waiting, late = run_ranks(2, step_with_a_slow_rank, Layout(pp=2), 1)
+    assert any("F0 (segment 0, chunk 0), it stands in test_watchdog.slow" in one for one in late)
+    pattern = r"rank 0: .*action \d+ of \d+: B.*at a message between pipeline stages, sender 1"
+    assert any(re.match(pattern, one) for one in waiting), waiting
+
+
+def test_a_collective_is_named_with_its_ranks():
+    def stand():
+        runtime.initialize(Layout(dp=2))
+        kept = Kept()
+        watchdog.logger.addHandler(kept)
+        with Watchdog(RANKS_SOON_S).step(lambda: 0.0):
+            if dist.get_rank():
+                time.sleep(3 * RANKS_SOON_S)
+            dist.all_reduce(torch.zeros(1))
+        return kept.lines
+
+    waiting, late = run_ranks(2, stand)
+    assert "all_reduce of ranks 0, 1" in waiting[0]
+    assert "around its schedule" in late[0] and "all_reduce" not in late[0]
+
 
 SOON_S = 0.4
 SOON = SOON_S / 60
@@ -26,9 +89,8 @@ LOGGER = "megatron_prefix.features.watchdog.watchdog"
 
 
 @pytest.fixture(scope="module")
-def model():
-    with one_rank():
-        yield small_model()
+def model(on_one_rank):
+    return small_model()
 
 
 def threads():

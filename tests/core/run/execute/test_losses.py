@@ -94,14 +94,11 @@ def test_results_are_in_the_trainers_order(segment_tokens, called, forward_only,
     assert taken and not any(one.kept for one in taken)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (torch.zeros(()), r"returns a tensor of shape .* positions"),
-        (torch.zeros(3, 7), r"returns a tensor of shape .* positions"),
-        (SimpleNamespace(nll=torch.zeros(1, 10)), "returns a SimpleNamespace, in which"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    (torch.zeros(()), r"returns a tensor of shape .* positions"),
+    (torch.zeros(3, 7), r"returns a tensor of shape .* positions"),
+    (SimpleNamespace(nll=torch.zeros(1, 10)), "returns a SimpleNamespace, in which"),
+])  # fmt: skip
 def test_an_output_that_is_not_per_position_is_refused(value, message):
     model, items = small_model(), rollouts([*range(9), 20], [*range(9), 21])
     inner = unwrap(model)

@@ -56,13 +56,10 @@ def test_counted_bytes_keep_the_limit(order, model):
     assert torch.equal(gradients["auto"], gradients["retain"])
 
 
-@pytest.mark.parametrize(
-    ("memory", "budget", "why"),
-    [
-        ("retain", 0.0, "and the limit, the stock schedule's peak and 5 %, is"),
-        ("auto", 1e-6, "and memory_budget_gb is 1e-06"),
-    ],
-)
+@pytest.mark.parametrize(("memory", "budget", "why"), [
+    ("retain", 0.0, "and the limit, the stock schedule's peak and 5 %, is"),
+    ("auto", 1e-6, "and memory_budget_gb is 1e-06"),
+])  # fmt: skip
 def test_a_step_that_cannot_keep_it_is_stocks(memory, budget, why, model, caplog):
     """In mode auto; mode on shares all the same, and warns once of a budget."""
     items = batches("shuffled")

@@ -206,11 +206,9 @@ def cut_of(counted, collectives):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layout", "shapes"),
-    [(Layout(dp=2, ep=2), ((160, 32), (80, 32))), (Layout(pp=2, dp=2, ep=2), MEMORY)],
-    ids=str,
-)
+@pytest.mark.parametrize(("layout", "shapes"), [
+    (Layout(dp=2, ep=2), ((160, 32), (80, 32))), (Layout(pp=2, dp=2, ep=2), MEMORY),
+], ids=str)  # fmt: skip
 def test_ranks_that_share_experts_cut_alike(layout, shapes):
     ranks = run_ranks(layout.world_size, cut, layout, shapes)
     by_step = [list(one) for one in zip(*ranks, strict=True)]

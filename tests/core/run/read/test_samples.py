@@ -69,19 +69,16 @@ def test_masks_are_heeded_where_a_call_has_no_tokens():
         assert heeded(None, lengths) is None
 
 
-@pytest.mark.parametrize(
-    ("tokens", "lengths", "changes"),
-    [
-        ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 2]], (6, 4), {}),  # another token
-        ([[9, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (6, 4), {}),  # another one, without loss
-        ([[7, 8, 9, 1, 1, 2, 3, 4, 5, 6]], (4, 6), {}),  # another order
-        ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (10,), {}),  # another number of samples
-        ([[1, 2, 3, 4, 5, 7, 8, 9, 1]], (5, 4), {}),  # a sample is shorter
-        ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (6, 4), {"token_mask": None}),
-        ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (6, 4), {"token_mask": MASK[:, 1:]}),
-        ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (6, 4), {"token_mask": MASK[:1]}),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "lengths", "changes"), [
+    ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 2]], (6, 4), {}),  # another token
+    ([[9, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (6, 4), {}),  # another one, without loss
+    ([[7, 8, 9, 1, 1, 2, 3, 4, 5, 6]], (4, 6), {}),  # another order
+    ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (10,), {}),  # another number of samples
+    ([[1, 2, 3, 4, 5, 7, 8, 9, 1]], (5, 4), {}),  # a sample is shorter
+    ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (6, 4), {"token_mask": None}),
+    ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (6, 4), {"token_mask": MASK[:, 1:]}),
+    ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 1]], (6, 4), {"token_mask": MASK[:1]}),
+])  # fmt: skip
 def test_where_a_mask_does_not_fit_all_positions_count(tokens, lengths, changes):
     assert heeded(tokens, lengths, **changes) is None
 

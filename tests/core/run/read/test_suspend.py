@@ -89,14 +89,11 @@ class _Mode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        _Mode,
-        torch.inference_mode,
-        lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    _Mode,
+    torch.inference_mode,
+    lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+])  # fmt: skip
 def test_what_cannot_be_taken_off_is_refused(make):
     def function():
         with make():
