@@ -142,7 +142,7 @@ NONE = {"fp8": None, "fp8_recipe": "blockwise"}
     ({"fp8": "e4m3", "fp8_recipe": "delayed"}, 2, 1, 2, 1),  # it is refused later on
     ({}, 1, 1, 1, 1),
 ])  # fmt: skip
-def test_rows(fields, sequence_ranks, cp, rows, whole):
+def test_rows_that_layers_in_fp8_get(fields, sequence_ranks, cp, rows, whole):
     config = SimpleNamespace(**fields)
     assert precision.row_multiple(config, sequence_ranks) == rows
     assert precision.segment_multiple(config, sequence_ranks, cp) == whole

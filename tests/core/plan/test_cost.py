@@ -253,7 +253,7 @@ def footprint(plan):
     return Footprint((numbers,) * plan.num_stages, ((keys,),) * plan.num_stages, 8.0, 1)
 
 
-def test_a_step():
+def test_planning_a_step_takes_time_in_proportion():
     """Segments of several lengths, their plans, peaks of memory, and policies that lower them."""
     assert exponent(STEP.sizes, lambda n: partial(Planner(STEP).plan, ROLLOUTS(n))) < MOST
 
@@ -273,7 +273,7 @@ def places(plan):
 
 
 @pytest.mark.parametrize(("work", "chunks"), [(peaks, 1), (peaks, 2), (policies, 1), (places, 1)])
-def test_a_part_of_it(work, chunks):
+def test_a_part_of_planning_takes_time_in_proportion(work, chunks):
     assert exponent((64, 256), lambda size: work(all_alive(size, chunks))) < MOST
 
 

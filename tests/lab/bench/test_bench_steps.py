@@ -217,7 +217,7 @@ def test_the_frontier_is_where_the_model_says_that_it_ends(stack):
         assert (peak <= 3e7) == fits
 
 
-def test_the_verb(tmp_path):
+def test_the_verb_bench_memory(tmp_path):
     """In a process of its own: process groups over gloo leave threads behind."""
     plot, out = tmp_path / "memory.svg", tmp_path / "memory.json"
     command = "bench memory --shapes 96:16:2 --ways stock recompute offload --frontier 16"
