@@ -737,7 +737,7 @@ _OF_KIMI = (
     _kimi(
         "own-layers-end-early", "megatron/install.py",
         'if not families.forward_owner(layer).endswith(".TransformerLayer"):', "if False:",
-        "tests/core/alignment/test_unread.py",
+        "tests/core/alignment/test_fused_gradients.py",
     ),
 )  # fmt: skip
 
