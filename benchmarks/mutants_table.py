@@ -1626,10 +1626,10 @@ _FEATURES = (
         f"{_F}/watch/test_first_step.py",
     ),
     _feature(
-        "sums-beside-messages-of-chunks", "features/experts/part.py",
-        "            yield GLOBAL_CHUNKS.given()\n",
-        "            yield from ()\n",
-        "tests/test_cases_on_ranks.py",
+        "sums-in-an-order-of-each-stage", "plan/timetable.py",
+        "if sums and rank == plan.num_ranks - 1 and action",
+        "if sums and rank == only and action",
+        "tests/lab/plans/test_job.py",
     ),
     _feature(
         "watchdog-at-equal-intervals", "features/watchdog/watchdog.py",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_prefix.plan.joint_forest import JointForest
     from megatron_prefix.plan.memory import Footprint, RankMemory
     from megatron_prefix.plan.memory_policy import Rates
+    from megatron_prefix.plan.timetable import Sum
     from megatron_prefix.run.calls import Callbacks, CallLayout
     from megatron_prefix.run.execute.executor import Executor, Stage
     from megatron_prefix.run.execute.losses import LossContract
@@ -87,7 +88,8 @@ class StepPart:
     - planning: `rates`, `footprint`, `times`, `decided`;
     - a step: `around_run`, `around_step`; then of each attempt `prepare`, `arenas`, `begin`;
     - an action: `action` around it, `starts`, `saving`, `computing` around what it computes,
-      `arguments`, `backward`, `layer_left`, `freed`; `acted`;
+      `arguments`, `backward`, `layer_left`, `freed`;
+    - between actions and messages: `sum`;
     - behind the actions: `ran`, `end` (always), `input_backwards`, `behind`, `finished`, `timed`.
 
     Attributes:
@@ -108,6 +110,7 @@ class StepPart:
         why_local: why they do not, where they could; "" if nobody wants that.
         why_final: why the step can no longer run again, nor be handed to the stock schedule; "" if
             it can.
+        sums: over data-parallel ranks, where they begin in the plan's order; known behind `begin`.
         problem: what makes the step wrong, known when all actions have run; None: nothing.
     """
 
@@ -116,6 +119,7 @@ class StepPart:
     meets_data_ranks = False
     even = 0
     why_final = why_local = ""
+    sums: Sequence[Sum] = ()
     problem: Exception | None = None
 
     def __init__(self, config: PrefixConfig, rank: Rank, callbacks: Callbacks) -> None:
@@ -287,8 +291,8 @@ class StepPart:
         """
         return True
 
-    def acted(self, place: int) -> None:
-        """Behind an action, and behind what it sends; `place`: in this rank's program."""
+    def sum(self, number: int) -> None:
+        """Sums over data-parallel ranks begin, of so many microbatches from the first on."""
 
     def ran(self) -> None:
         """All actions have run here."""

@@ -49,7 +49,7 @@ ACROSS: dict[str, list[Row]] = {
         crossed("mtp", "across_ranks", "crossed"),
         crossed("experts all", "across recompute", "crossed"),
     ],
-    "pp2_vpp2_dp2": [crossed("experts both", "across_ranks", "crossed")],
+    "pp2_vpp2_dp2": [crossed("experts global", "across_ranks", "crossed")],
     "cp2_dp2": [
         crossed("gpt-oss", "across_ranks", "crossed"),
         crossed("own sparse sharing", "across_ranks", "crossed", form="thd_parts", seed=1),

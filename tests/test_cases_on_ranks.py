@@ -204,7 +204,7 @@ ON_RANKS: dict[str, list[Row]] = {
     "cp4": [row("gemma", "wave"), row("own delta attribute", "small")],
     "pp2_vpp2_dp2": [
         auto_row("", **UNLIKE, ddp="overlapped"),
-        refused(table.GLOBAL_CHUNKS.name, row("experts global", "small")),
+        row("experts global", "small"),
     ],
     "pp2_dp2": [row("experts all", "recompute", ddp="overlapped")],
     "pp2_ep2": [row("gdn experts", "small"), row("mtp experts", "whole", recompute="full")],

@@ -20,7 +20,13 @@ by stage. So the order has *phases*, the same ones in all pipelines: forward the
 trees, model chunk by model chunk, then what ranks run for themselves, then the levels backward. A
 level crosses between two phases, on all stages: everything of a phase comes before it, on every
 rank, and nothing of a later one. A receive for the next phase waits until the level has crossed.
-(lab/plans/joint_judge.py plays it.)
+
+Where data-parallel ranks sum counts of their microbatches (features/experts/sums.py), pipelines
+wait for one another in every sum. So a sum has one place in the order, the same on all stages,
+behind an action of the last rank, and all pipelines keep one order: what each of them has before
+its first sums, these on every stage, what each has before the next, and so on. The place is behind
+all forwards that a sum counts, since their last ones are the last rank's, and before all backwards
+that wait for it, since its first ones are that rank's, too. (lab/plans/joint_judge.py plays both.)
 """
 
 from __future__ import annotations
@@ -43,6 +49,15 @@ class StageMessage(NamedTuple):
     used_by: Action
 
 
+class Sum(NamedTuple):
+    """Behind an action of the last rank sums of so many microbatches, from the first on, have begun
+    on all stages."""
+
+    made_by: Action
+    number: int
+
+
+Gap = list[StageMessage | Sum]
 Depths = tuple[tuple[int, int], ...]
 """Segments that cross data-parallel ranks, each with its depth; see tree.forest.Exchange."""
 
@@ -53,17 +68,19 @@ _OWN = (1, 0, 0)
 
 @functools.lru_cache(maxsize=4)
 def timetable(
-    plan: Plan, depths: Depths = (), only: int | None = None
-) -> tuple[tuple[int, Action] | StageMessage, ...]:
-    """The order of all actions, each with its rank, and messages of a plan that can run; of `only`
-    one rank, if given, its own.
+    plan: Plan, depths: Depths = (), only: int | None = None, *sums: Sum
+) -> tuple[tuple[int, Action] | StageMessage | Sum, ...]:
+    """The order of all actions, each with its rank, messages and sums of a plan that can run; of
+    `only` one rank, if given, its own.
 
     With `depths` of what crosses the plan is one of `planner.with_crossing`.
     """
-    entries: list[tuple[tuple[Phase, float, int, int], tuple[int, Action] | StageMessage]] = []
-    depth_of = dict(depths)
+    entries: list[tuple[tuple[Phase, float, int, int], tuple[int, Action] | StageMessage | Sum]]
+    entries, depth_of, sum_behind = [], dict(depths), {each.made_by: each for each in sums}
 
     def enter(rank: int, action: Action, begin: float, end: float) -> None:
+        if sums and rank == plan.num_ranks - 1 and action in sum_behind:
+            entries.append(((phase(action, depth_of), end, 0, rank + 1), sum_behind[action]))
         if only not in (None, rank, (rank + STEP[action.kind]) % plan.num_ranks):
             return
         when = phase(action, depth_of)
@@ -87,19 +104,18 @@ def phase(action: Action, depth_of: Mapping[int, int]) -> Phase:
     return (0, action.chunk, depth) if action.kind == "F" else (2, -action.chunk, -depth)
 
 
-def message_gaps(plan: Plan, rank: int, depths: Depths = ()) -> list[list[StageMessage]]:
-    """A rank's messages, two lists an action and one behind the last: those up to what crosses
-    before the action, and those between that and the action; see `timetable`."""
-    depth_of, gaps = dict(depths), list[list[StageMessage]]()
-    gap: list[StageMessage] = []
+def message_gaps(plan: Plan, rank: int, depths: Depths = (), *sums: Sum) -> list[Gap]:
+    """A rank's messages and sums, two lists an action and one behind the last: those up to what
+    crosses before the action, and those between that and the action; see `timetable`."""
+    depth_of, gaps, gap = dict(depths), list[Gap](), Gap()
     before: Phase | None = None
-    for entry in timetable(plan, depths, rank):
-        if isinstance(entry, StageMessage):
+    for entry in timetable(plan, depths, rank, *sums):
+        if isinstance(entry, StageMessage | Sum):
             gap.append(entry)
         else:
             now = phase(entry[1], depth_of)
             stays = now == (before or now)
-            num = sum(stays or phase(message.made_by, depth_of) < now for message in gap)
+            num = sum(stays or phase(each.made_by, depth_of) < now for each in gap)
             gaps += [gap[:num], gap[num:]]
             gap, before = [], now
     return [*gaps, gap]

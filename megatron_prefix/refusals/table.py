@@ -300,7 +300,6 @@ ACROSS_PLAN = Refusal("across_ranks with a plan file", "ranks", NOT_YET, "leave 
 ACROSS_GATHERS = Refusal("across_ranks with overlap_param_gather", "ranks", NOT_YET, "turn that off, as weights would be gathered in another order on every rank; or set across_ranks to off")
 ACROSS_UNREDUCED = Refusal("across_ranks with a model that is not in Megatron's DistributedDataParallel", "ranks", NOT_YET, "wrap it, say sums_gradients=True to get_forward_backward_func if the trainer itself sums gradients over data-parallel ranks, or set across_ranks to off: until they are summed, a rank's own gradients are not the stock schedule's")
 ACROSS_SCALES = Refusal("across_ranks with multi-token prediction and a function of the trainer's own that scales its loss (grad_scale_func, mtp_grad_scale_func)", "ranks", NOT_YET, "use the optimizer's scale_loss, or set across_ranks to off: weights of the loss are sent before the function is called")
-GLOBAL_CHUNKS = Refusal("global_aux_loss with virtual pipeline stages, and data-parallel ranks that share no experts", "ranks", NOT_YET, "use one model chunk a rank, or aux_loss: sums of counts and messages between stages may wait for one another")
 UNEVEN_MICROBATCHES = Refusal("global_aux_loss, and data-parallel ranks with … to … microbatches", "ranks", WRONG, "give all equally many, or use aux_loss", ends=True)
 UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one microbatch", "ranks", NOT_YET, "pad them to one length, or use aux_loss")
 

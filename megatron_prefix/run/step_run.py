@@ -300,7 +300,13 @@ class StepRun:
         watching = contextlib.nullcontext() if use is None else use.watching()
         embedding = clear_embedding_activation_buffer(rank.config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if rank.forward_only else _no_sync(rank), watching:
-            executor.run(rank.stage, self._links(plan) if rank.num_stages > 1 else None)
+            links = Links(
+                channels_of(rank.groups.pp, rank.device), report.union_plan,
+                message_shape(rank, plan), message_dtype(rank.config), rank.device,
+                not rank.forward_only, self._parts,
+                tuple((each.segment, each.depth) for each in self._step.forest.exchanges),
+            )  # fmt: skip
+            executor.run(rank.stage, links)
             parts = () if rank.forward_only else self._parts
             backwards = [*itertools.chain(*(part.input_backwards() for part in parts))]
             if backwards:
@@ -309,14 +315,6 @@ class StepRun:
                         backward()
         report.cache_bytes = sum(stage.cache.device_bytes.peak for stage in stages)
         return embedding
-
-    def _links(self, plan: Plan) -> Links:
-        rank, config = self._rank, self._rank.config
-        return Links(
-            channels_of(rank.groups.pp, rank.device), self._report.union_plan,
-            message_shape(rank, plan), message_dtype(config), rank.device, not rank.forward_only,
-            tuple((exchange.segment, exchange.depth) for exchange in self._step.forest.exchanges),
-        )  # fmt: skip
 
     def _stages(self, plan: Plan) -> list[Stage]:
         cp = self._rank.groups.cp

@@ -6,28 +6,22 @@ scores of microbatch m with the counts of microbatches 0..m on all ranks of a st
 context and data-parallel group (megatron/core/transformer/moe/router.py, `_apply_global_aux_loss`).
 
 **Rule.** A rank starts one all-reduce per microbatch, of the counts of all its routers (of all
-model chunks), in order of microbatches: number m behind an action, when forwards have counted
-microbatches 0..m in every router, and at the latest before the first backward that waits for it
-(sums.py). A backward of microbatch m's segments waits for the sums 0..m; nothing else
-waits. Ranks that share experts run one plan, each on its own segments, and start number m behind
-the same action: in the middle of one, another of them may wait for this rank's tokens.
+model chunks), in order of microbatches: number m in one place of the plan's order, the same on all
+stages, when forwards have counted microbatches 0..m in every router, and before the first backward
+that waits for it (sums.py). A backward of microbatch m's segments waits for the sums 0..m; nothing
+else waits. Ranks that share experts run one plan, each on its own segments, and start number m
+behind the same action: in the middle of one, another of them may wait for this rank's tokens.
 
 **Order.** Every rank of a group starts the same collectives in the same order, 0, 1, 2, ..., for
 any trees, chunks and virtual stages.
 
-**No deadlock.** By induction over m: suppose all sums before m complete. Call a pipeline with one
-data-parallel rank's microbatches a replica. Without the sums its plan ends, as the simulator has
-proved. So a replica stops only if one of its ranks waits in a backward for a sum m' >= m. The plan
-(`Forest.ordered`, `loss_ready_after`) has the forwards of microbatches 0..m' on the last stage
-before that backward, and so on every stage, since a segment reaches the last stage through all
-others. Hence all ranks of a replica that stops have started sum m or can, as have those of one that
-ends. So all ranks start sum m, and it completes. (lab/plans/joint_judge.py plays it, with one queue
-a device, too.) Where payloads cross data-parallel ranks, all of
-them have begun to leave a rank before its first wave, and so before its first sum, which has tokens
-of a wave; gradients cross after its last wave, and so after its last sum: all ranks begin both in
-one order. With expert parallelism replicas also meet in every expert layer; those replicas have one
-common plan, in which microbatch m is that of all of them (plan/joint_forest.py), and count as one
-replica here.
+**No deadlock.** All pipelines keep one order of actions, messages and sums (plan/timetable.py). Of
+all that has not happened take the first: all ranks that it concerns have done what is before it.
+(lab/plans/joint_judge.py plays it.) Where payloads cross data-parallel ranks, all of them have
+begun to leave a rank before its first wave, and so before its first sum, which has tokens of a
+wave; gradients cross after its last wave, and so after its last sum: all ranks begin both in one
+order. Ranks that share experts also meet in every expert layer; they have one common plan, in which
+microbatch m is that of all of them (plan/joint_forest.py).
 """
 
 from __future__ import annotations

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
 
 from megatron_prefix.features.experts.group_counts import GroupCounts
 from megatron_prefix.features.experts.ledger import RouterLedger
 from megatron_prefix.features.experts.routers import forget_graphs, routers
-from megatron_prefix.features.experts.sums import prove, sums_behind
+from megatron_prefix.features.experts.sums import prove, sums_of
 from megatron_prefix.features.experts.tokens import LogicalTokens
 from megatron_prefix.parts import Attempt, StepPart
-from megatron_prefix.refusals.table import GLOBAL_CHUNKS
-from megatron_prefix.run.rank import default_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from megatron_prefix.errors import Reason
 
 AroundRouter = Callable[[Any, int, int], AbstractContextManager[None]]
 
@@ -44,16 +38,6 @@ class Routers(StepPart):
         self._tokens: LogicalTokens | None = None
         self._scales: Tensor | None = None
         self._counts = GroupCounts()
-        self._begun: Sequence[int] = ()
-
-    def refusals(self) -> Iterator[Reason]:
-        """See StepPart. Pipelines that plan apart may begin sums and messages in two orders, which
-        a device with one queue does not survive (lab/plans/joint_judge.py)."""
-        rank, ranks_of = self.rank, dist.get_process_group_ranks
-        everyone = rank.data_ranks or default_groups().dp_cp
-        together = ranks_of(rank.experts or rank.groups.cp)
-        if rank.ordered and len(rank.models) > 1 and {*ranks_of(everyone)} - {*together}:
-            yield GLOBAL_CHUNKS.given()
 
     def begin(self, attempt: Attempt) -> None:
         """See StepPart.
@@ -72,9 +56,9 @@ class Routers(StepPart):
         )
         self.make_ledgers(RouterLedger)
         if rank.ordered:
-            of_union = attempt.report.union_plan, rank.stage, attempt.joint.union_microbatch_of
+            of_union = attempt.report.union_plan, attempt.joint.union_microbatch_of
             prove(*of_union)
-            self._begun = sums_behind(*of_union)
+            self.sums = [*sums_of(*of_union)]
 
     def make_ledgers(self, make: Callable[..., RouterLedger]) -> None:
         """Makes the ledgers, or others in their place before the first action.
@@ -93,16 +77,15 @@ class Routers(StepPart):
             router: ledger for by_layer, ledger in pairs for router in by_layer.values()
         }
 
-    def acted(self, place: int) -> None:
-        """See StepPart: sums of counts begin behind an action."""
-        if self._begun:
-            self._counts.begin(self._begun[place])
+    def sum(self, number: int) -> None:
+        """See StepPart: of counts."""
+        self._counts.begin(number)
 
     def end(self) -> None:
         """See StepPart."""
         for ledger in self.ledgers:
             ledger.clear()
-        self.ledgers, self._begun, self._tokens = (), (), None
+        self.ledgers, self.sums, self._tokens = (), (), None
         self.ledger_of.clear()
         self.around.clear()
         for model in self.rank.language_models:

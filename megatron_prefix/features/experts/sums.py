@@ -3,18 +3,20 @@
 group_counts.py says what they are and why waiting for them ends.  A sum is a kernel of a stream
 of its own, and on a device with one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) one behind another that
 has not ended holds up everything.  So a sum begins early only if no other is under way that no
-backward has waited for; the rest begin right before the backward that waits for them.  Ranks that
-share experts begin a sum behind the same action, when all of them have counted what it sums: plan
-and microbatches are those of all these ranks.
+backward of the last rank has waited for; the rest begin right before the backward there that waits
+for them.  On other ranks they begin in that place of the plan's order (plan/timetable.py).  Ranks
+that share experts begin a sum behind the same action, when all of them have counted what it sums:
+plan and microbatches are those of all these ranks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.timetable import Sum
 
 
 def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[int, int]]:
@@ -34,12 +36,13 @@ def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[
     return steps
 
 
-def prove(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> None:
+def prove(plan: Plan, microbatch_of: Sequence[int]) -> None:
     """Refuses a plan, a user's own, whose backwards would wait for sums that come after them.
 
     Raises:
         UserError: naming the action.
     """
+    rank = plan.num_ranks - 1
     steps = progress(plan, rank, microbatch_of)
     for action, (counted, needed) in zip(plan.programs[rank], steps, strict=True):
         if counted < needed:
@@ -49,15 +52,16 @@ def prove(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> None:
             )
 
 
-def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int]:
-    """Per action of a pipeline rank how many sums have begun before the next one."""
-    steps = progress(plan, rank, microbatch_of)
-    begun, waited, begun_behind = 0, 0, []  # waited: sums that an action before has waited for
-    for (_, needed), (counted, next_needed) in itertools.pairwise([*steps, (0, 0)]):
-        waited = max(waited, needed)
+def sums_of(plan: Plan, microbatch_of: Sequence[int]) -> Iterator[Sum]:
+    """Where sums begin in the order of a plan's actions."""
+    rank = plan.num_ranks - 1
+    steps = itertools.pairwise([*progress(plan, rank, microbatch_of), (0, 0)])
+    begun = waited = 0  # waited: sums that an action before has waited for
+    for action, (now, (counted, next_needed)) in zip(plan.programs[rank], steps, strict=True):
+        before, waited = begun, max(waited, now[1])
         if next_needed > begun:
             begun = max(begun, min(next_needed, counted))
         elif begun == waited and begun < counted:
             begun += 1
-        begun_behind.append(begun)
-    return begun_behind
+        if begun > before:
+            yield Sum(action, begun)

@@ -15,9 +15,9 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_prefix.features.experts.sums import sums_behind
+from megatron_prefix.features.experts.sums import sums_of
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.timetable import StageMessage, message_gaps
+from megatron_prefix.plan.timetable import StageMessage, Sum, message_gaps
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.forest import Exchange
 
@@ -161,17 +161,18 @@ class _Writer:
         self.depth_of = {one.segment: one.depth for one in pipeline.forest.exchanges}
         levels = itertools.groupby(pipeline.forest.exchanges, lambda one: one.depth)
         self.levels = [[*of_level] for _, of_level in levels]
+        self.begun = 0
         self.crossed = [0] * pipeline.plan.num_chunks
         self.returned = [len(self.levels)] * pipeline.plan.num_chunks
 
     def steps(self) -> Iterator[Step]:
         """All of them."""
         levels = tuple((one.segment, one.depth) for one in self.pipeline.forest.exchanges)
-        gaps = iter(message_gaps(self.pipeline.union, self.rank.stage, levels))
-        program = self.pipeline.plan.programs[self.rank.stage]
-        sums = iter(sums_behind(self.pipeline.union, self.rank.stage, self.pipeline.owners))
+        union, program = self.pipeline.union, self.pipeline.plan.programs[self.rank.stage]
+        sums = sums_of(union, self.pipeline.owners) if self.counts else ()
+        gaps = iter(message_gaps(union, self.rank.stage, levels, *sums))
         yield from self._messages(next(gaps))
-        begun, last = 0, {one.chunk: one for one in program if one.kind == "B"}
+        last = {one.chunk: one for one in program if one.kind == "B"}
         for action in program:
             yield from self._crossing(action)
             yield from self._messages(next(gaps))
@@ -180,10 +181,6 @@ class _Writer:
                 reduces = self.early and last.get(action.chunk) == action
                 yield from self._layers(action, reduces=reduces)
             yield from self._messages(next(gaps))
-            number = next(sums) if self.counts else 0
-            for microbatch in range(begun, number):
-                yield Meet("counts", microbatch, self._beside(self.everyone))
-            begun = max(begun, number)
 
     def _layers(self, action: Action, *, reduces: bool) -> Iterator[Meet]:
         """What ranks exchange inside an action, layer by layer."""
@@ -199,9 +196,14 @@ class _Writer:
         """The ranks of other pipelines at this stage."""
         return tuple(Rank(one, self.rank.stage) for one in datas)
 
-    def _messages(self, messages: Sequence[StageMessage]) -> Iterator[Batch]:
-        """Between stages, each for itself."""
+    def _messages(self, messages: Sequence[StageMessage | Sum]) -> Iterator[Batch | Meet]:
+        """Between stages, each for itself, and sums between them."""
         for one in messages:
+            if isinstance(one, Sum):
+                for microbatch in range(self.begun, one.number):
+                    yield Meet("counts", microbatch, self._beside(self.everyone))
+                self.begun = one.number
+                continue
             sends = one.sender == self.rank.stage
             action = one.made_by if sends else one.used_by
             peer = self.rank._replace(stage=one.receiver if sends else one.sender)

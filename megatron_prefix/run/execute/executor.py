@@ -80,28 +80,22 @@ class Executor:
         self._drawing, self._parts = drawing, [*parts]
         self._idle = idle
         self._plan, self.stages, self._inputs = plan, stages, inputs
-        self._links: Links | None = None
         self._forward_only = forward_only
 
-    def run(self, rank: int, links: Links | None) -> None:
+    def run(self, rank: int, links: Links) -> None:
         """Runs the rank's program; whatever happens, nothing of the step is left behind."""
         self._links = links
-        gradients = torch.no_grad() if self._forward_only else contextlib.nullcontext()
         try:
             for stage in self.stages:
                 stage.hooks.prepare(self._inputs.max_position)
-            with gradients:
-                program = self._plan.programs[rank]
-                for place, action in enumerate(program):
+            with torch.no_grad() if self._forward_only else contextlib.nullcontext():
+                for action in self._plan.programs[rank]:
                     stage = self.stages[action.chunk]
                     with _annotated(action), around(self._parts, action):
                         self._run(action, stage)
                     self._idle.close()
-                    self._advance()
-                    for part in self._parts:
-                        part.acted(place)
-            if self._links is not None:
-                self._links.finish()
+                    links.advance()
+            links.finish()
             for part in self._parts:
                 part.ran()
         finally:
@@ -120,7 +114,7 @@ class Executor:
 
     def _run(self, action: Action, stage: Stage) -> None:
         starts = [part.starts(action, self) for part in self._parts]  # all of them are asked
-        self._advance()
+        self._links.advance()
         runs_here = all(starts)
         if runs_here and action.kind == "F":
             self._forward(action, stage)
@@ -128,10 +122,6 @@ class Executor:
             self._backward(action, stage)
         elif action.kind == "B":
             self._release(action, stage)
-
-    def _advance(self) -> None:
-        if self._links is not None:
-            self._links.advance()
 
     def context(
         self, index: int, stage: Stage, backward: bool = False, saving: Saving | None = None
@@ -150,7 +140,7 @@ class Executor:
 
     def _forward(self, action: Action, stage: Stage) -> None:
         index = action.segment
-        received = None if stage.is_first else self._links.receive(action)  # type: ignore[union-attr]
+        received = None if stage.is_first else self._links.receive(action)
         if received is not None and not self._forward_only:
             received.requires_grad_()
         again = self._plan.policy(index) == "recompute"
@@ -168,7 +158,7 @@ class Executor:
         if not self._forward_only:
             stage.live[index] = received, None if again else output
         if not stage.is_last:
-            self._links.send(action, output)  # type: ignore[union-attr]
+            self._links.send(action, output)
             if self._frees_outputs(stage) and not again:
                 deallocate_output_tensor(output, True)
 
@@ -206,7 +196,7 @@ class Executor:
         if output is None:  # while the gradient is on its way
             with self.computing(action):
                 output = self.call(index, stage, received)
-        gradient = None if stage.is_last else self._links.receive(action)  # type: ignore[union-attr]
+        gradient = None if stage.is_last else self._links.receive(action)
         for part in self._parts:
             part.backward(index, action.chunk)
         stage.live[index] = received, output
@@ -216,7 +206,7 @@ class Executor:
         if received is not None:
             if received.grad is None:
                 raise RuntimeError(f"{action}: no gradient has reached the stage's input")
-            self._links.send(action, received.grad)  # type: ignore[union-attr]
+            self._links.send(action, received.grad)
         self._release(action, stage)
 
     def _differentiate(

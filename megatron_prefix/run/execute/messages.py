@@ -1,4 +1,4 @@
-"""Messages between pipeline stages, issued in the order of the plan's timetable.
+"""Messages between pipeline stages, and sums, issued in the order of the plan's timetable.
 
 Both ends of a link and the whole pipeline keep to one order (plan/timetable.py says why nothing can
 wait for ever), so the host never waits for a neighbour on a GPU: a receive is issued between
@@ -16,7 +16,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.layers.model import sent_width
+from megatron_prefix.parts import StepPart
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.timetable import Depths, StageMessage, message_gaps
+from megatron_prefix.plan.timetable import Depths, StageMessage, Sum, message_gaps
 from megatron_prefix.run.agreement import naming
 from megatron_prefix.run.rank import Rank
 
@@ -75,14 +76,13 @@ def channels_of(group: Any, device: torch.device) -> Channels:
     if group in _made:
         return _made[group]
     ranks, rank = tuple(dist.get_process_group_ranks(group)), group.rank()
-    timeout = group._get_backend(device).options._timeout  # torch has no public name for it
     groups: dict[tuple[str, int], Any] = {}
     if len(ranks) > 1:
+        timeout = group._get_backend(device).options._timeout  # torch has no public name for it
         pipelines: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(pipelines, ranks)
         every = [list(pipeline) for pipeline in sorted(set(pipelines))]
-        colours = sorted({colour(sender, len(ranks)) for sender in range(len(ranks))})
-        for key in itertools.product("FB", colours):
+        for key in itertools.product("FB", range(2 + len(ranks) % 2)):  # see `colour`
             groups[key] = dist.new_subgroups_by_enumeration(every, timeout=timeout)[0]
     channels = Channels(ranks, rank, groups)
     for kind, sender in itertools.product("FB" if groups else "", range(len(ranks))):
@@ -132,7 +132,7 @@ def message_dtype(config: Any) -> torch.dtype:
 
 
 class Links:
-    """One rank's messages during one step."""
+    """One rank's messages during one step, and when sums of its parts begin."""
 
     def __init__(
         self,
@@ -142,11 +142,14 @@ class Links:
         dtype: torch.dtype,
         device: torch.device,
         backward: bool,
+        parts: Sequence[StepPart] = (),
         depths: Depths = (),
     ) -> None:
         self._channels, self._shape, self._dtype, self._device = channels, shape, dtype, device
         self._kinds = ("F", "B") if backward else ("F",)
-        self._gaps = iter(message_gaps(plan, channels.rank, depths) if channels.size > 1 else ())
+        self._parts, sums = parts, [each for part in parts for each in part.sums]
+        is_needed = channels.size > 1 or sums
+        self._gaps = iter(message_gaps(plan, channels.rank, depths, *sums) if is_needed else ())
         self._made: dict[Action, Tensor] = {}
         self._sent: list[tuple[Any, Tensor, int]] = []
         self._coming: dict[Action, tuple[Any, int, Tensor]] = {}
@@ -174,7 +177,10 @@ class Links:
         when what crosses data-parallel ranks before it has crossed."""
         self._sent = [sent for sent in self._sent if not sent[0].is_completed()]
         for message in next(self._gaps, ()):
-            if message.used_by.kind in self._kinds:
+            if isinstance(message, Sum):
+                for part in self._parts:
+                    part.sum(message.number)
+            elif message.used_by.kind in self._kinds:
                 self._issue(message)
 
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.plans import catalogue
 from megatron_prefix.lab.plans.job import simulate_job
 from megatron_prefix.lab.plans.joint_judge import How, judged, peak_received
-from megatron_prefix.lab.plans.joint_program import Batch, Rank
+from megatron_prefix.lab.plans.joint_program import Batch, Meet, Rank
 from megatron_prefix.plan.actions import Plan, Transfer
 from megatron_prefix.plan.error import PlanError
 from megatron_prefix.plan.planner import best_plan
@@ -144,31 +144,43 @@ def test_random_jobs_of_the_planner_run():
 
 SIZES = (
     Sizes(2, 2, 2), Sizes(3, 3), Sizes(4, 2, 2, 2), Sizes(4, 1, 1, 4),
-    Sizes(4, 2, 2, 2, counts=True), Sizes(4, 2, 2, 2, crosses=False),
-    Sizes(4, 2, 2, 2, counts=True, crosses=False), Sizes(8, 16, 1, 4),
+    Sizes(4, 3, 2, 2, counts=True), Sizes(4, 2, 2, 2, crosses=False),
+    Sizes(4, 4, 1, counts=True, crosses=False), Sizes(8, 16, 1, 4),
 )  # fmt: skip
 """Where no prompt crosses data-parallel ranks, gradients are reduced during backwards."""
 
 
 def verdicts(job, programs=None):
-    """However ranks are held up; sums of counts only on devices with one queue."""
-    hows = [How.ONE_QUEUE] if job.sizes.counts else [*How]
-    return [judged(job.pipelines, programs or job.programs, how=how) for how in hows]
-
-
-def check(seed, sizes=None):
-    job = random_joint_job(random.Random(seed), sizes)
-    assert not any(verdicts(job)), (seed, job.sizes, verdicts(job))
-    return job
+    """However ranks are held up."""
+    return [judged(job.pipelines, programs or job.programs, how=how) for how in How]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_random_jobs_end(sizes):
     crossing = 0
     for seed in range(rounds(5, 100)):
-        job = check(seed, sizes)
+        job = random_joint_job(random.Random(seed), sizes)
+        assert not any(found := verdicts(job)), (seed, found)
         crossing += sum(len(one.forest.exchanges) > 0 for one in job.pipelines)
     assert crossing > 5 or not sizes.crosses
+
+
+def common(job, rank, neighbour):
+    """Messages with a neighbour, and sums, in the order in which a rank begins them; it reduces no
+    gradients."""
+    return [
+        step.what if isinstance(step, Meet) else step.ends[0].what
+        for step in job.programs[rank]
+        if isinstance(step, Meet) or (isinstance(step, Batch) and step.ends[0].peer == neighbour)
+    ]
+
+
+def test_stages_begin_messages_and_sums_in_one_order():
+    for seed in range(10):
+        job = random_joint_job(random.Random(seed), Sizes(2, 4, 2, counts=True, overlaps=False))
+        for rank in job.programs:
+            neighbour = rank._replace(stage=(rank.stage + 1) % 4)
+            assert common(job, rank, neighbour) == common(job, neighbour, rank)
 
 
 def jobs(num, sizes):

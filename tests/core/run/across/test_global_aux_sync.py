@@ -10,16 +10,15 @@ import torch.distributed as dist
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.experts.group_counts import GroupCounts
-from megatron_prefix.features.experts.sums import progress, prove, sums_behind
+from megatron_prefix.features.experts.sums import progress, prove, sums_of
 from megatron_prefix.features.plan_files.rules import check_plan
 from megatron_prefix.plan.error import PlanError
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
 from megatron_prefix.plan.walk import seconds_of, walk
 from megatron_prefix.run.agreement import check_counts, share_together
-from megatron_prefix.tree import build
 from tests.core.plan.test_planner import flat_forest
-from tests.harness.trees import exact, flat_rollouts, with_programs
+from tests.harness.trees import with_programs
 
 
 def test_an_ordered_segment_waits_for_earlier_microbatches():
@@ -36,19 +35,10 @@ def test_an_ordered_segment_waits_for_earlier_microbatches():
 
 
 def test_a_sum_begins_early_only_if_no_other_is_under_way():
-    forest = build(*flat_rollouts(6, 2, 2, 4), exact(segment_tokens=2))
-    plan = make_plan(replace(forest, ordered=True), 2, run_ahead=4)
-    steps = [needed for _, needed in progress(plan, 0, range(8))]
-    begun = waited = early = 0
-    for needed, later, now in zip(
-        steps, [*steps[1:], 0], sums_behind(plan, 0, range(8)), strict=True
-    ):
-        waited = max(waited, needed)
-        if now > max(begun, later):
-            assert begun == waited == now - 1
-            early += 1
-        begun = now
-    assert early
+    plan = make_plan(replace(flat_forest(), ordered=True))
+    plan = with_programs(plan, ["F0 F1 F2 F3 B2 B1 B0 F4 F5 B5 B4 B3".split()])
+    sums = [f"{action} {number}" for action, number in sums_of(plan, range(4))]
+    assert sums == ["F1 1", "F3 2", "F4 3", "F5 4"]
 
 
 def test_a_sum_that_is_not_there_is_an_error():
@@ -113,6 +103,6 @@ def test_a_plan_that_waits_for_what_comes_later_is_refused():
     assert (0, 2) in progress(plan, 0, microbatch_of)  # B1 waits for two microbatches
     words = "rank 0: B1 waits for the global_aux_loss of 2 microbatches .* has counted 0"
     with pytest.raises(UserError, match=words):  # also where a file was checked for other ranks
-        prove(plan, 0, microbatch_of)
+        prove(plan, microbatch_of)
     assert not can_run(plan, loss_ready_after(forest, microbatch_of))
     assert can_run(plan, loss_ready_after(forest, [0, 1, 2, 3]))

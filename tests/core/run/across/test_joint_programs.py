@@ -17,7 +17,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.part import Crossing
 from megatron_prefix.features.experts.part import Routers
-from megatron_prefix.features.experts.sums import sums_behind
+from megatron_prefix.features.experts.sums import sums_of
 from megatron_prefix.features.overlap.part import Overlap
 from megatron_prefix.features.overlap.reductions import Group, Reductions
 from megatron_prefix.lab.plans.joint_program import LAYERS, Batch
@@ -55,7 +55,6 @@ def issued(pipeline, rank, sizes, early, monkeypatch):
     """What one rank issues: its actions, the ends of its messages, in batches, sums, and
     reductions."""
     plan, steps = pipeline.plan, list[Told]()
-    links = links_of(pipeline, rank, steps, monkeypatch) if plan.num_ranks > 1 else None
 
     def act(action):
         stage, last = plan.stage(rank.stage, action.chunk), plan.num_stages - 1
@@ -79,6 +78,7 @@ def issued(pipeline, rank, sizes, early, monkeypatch):
         plan, stages, inputs, False, contextlib.ExitStack(),
         parts=[*routers, crossing_of(pipeline, rank, steps), overlap],
     )  # fmt: skip
+    links = links_of(pipeline, rank, steps, routers, monkeypatch)
     executor.run(rank.stage, links)
     overlap.behind()
     return steps
@@ -95,8 +95,8 @@ def routers_of(pipeline, rank, steps):
 
     alone = SimpleNamespace(language_models=[])
     part = Routers(PrefixConfig(), alone, Callbacks())
-    sums = sums_behind(pipeline.union, rank.stage, pipeline.owners)
-    vars(part).update(_begun=sums, _counts=SimpleNamespace(begin=begin))
+    sums = [*sums_of(pipeline.union, pipeline.owners)]
+    vars(part).update(sums=sums, _counts=SimpleNamespace(begin=begin))
     return part
 
 
@@ -151,8 +151,8 @@ def shapes(pipeline):
     return [(one.padded_length, 0, index) for index, one in enumerate(pipeline.plan.segments)]
 
 
-def links_of(pipeline, rank, steps, monkeypatch):
-    """Messages between stages, which are written down."""
+def links_of(pipeline, rank, steps, parts, monkeypatch):
+    """Messages between stages, which are written down, and sums of parts between them."""
 
     def begin(kind, tensor, peer, group):
         steps.append(((kind, (rank.data, peer), group[0], tensor.shape[2]),))
@@ -163,8 +163,8 @@ def links_of(pipeline, rank, steps, monkeypatch):
     groups = {key: key for key in itertools.product("FB", range(3))}
     channels = Channels(tuple(range(pipeline.plan.num_ranks)), rank.stage, groups)
     levels = tuple((one.segment, one.depth) for one in pipeline.forest.exchanges)
-    shape = shapes(pipeline).__getitem__
-    return Links(channels, pipeline.union, shape, torch.float32, CPU, True, levels)
+    shape = lambda action: shapes(pipeline)[action.segment]  # noqa: E731
+    return Links(channels, pipeline.union, shape, torch.float32, CPU, True, parts, levels)
 
 
 def crossing_of(pipeline, rank, steps):
