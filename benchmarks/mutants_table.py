@@ -726,8 +726,7 @@ _OF_KIMI = (
         "if False and",
     ),
     _kimi(
-        "marks-that-are-read-refused", _KIMI_KIND, "if MARK in inspect.getsource(finalize):",
-        "if False:",
+        "marks-that-are-read-refused", _KIMI_KIND, "if any(MARK in (", "if any(0 in (",
     ),
     _kimi("heads-that-ranks-cannot-share", _KIMI_KIND, "if heads % ranks:", "if heads < 0:"),
     _kimi(
