@@ -64,11 +64,8 @@ def _recomputed(model, *modules, first=0):
 ROWS = [
     *(row(name, "chunks of 7") for name in VARIANTS),
     row("learned positions", "chunks of 7", positions="given"),
-    *(
-        each
-        for first in (0, 1)
-        for each in _recomputed("gqa", "block", "uniform", "core_attn+mlp+layernorm", first=first)
-    ),
+    *_recomputed("gqa", "block", "uniform", "core_attn+mlp+layernorm"),
+    *_recomputed("gqa", "core_attn+mlp+layernorm", first=1),
     row("gdn in packs", "chunks of 7", form="thd"),
     # Experts: losses and counts of what every token stands for.
     *(row(name, "small") for name in EXPERTS),
@@ -145,7 +142,7 @@ ROWS = [
     row("kimi", "whole", *TREE, "sidecar"),
     row("kimi alone", "chunks of 7", form="thd"),
     row("kimi", "recompute chunks", session="evaluate"),
-    *_recomputed("kimi", "full", "layernorm"),
+    *_recomputed("kimi", "layernorm", first=1),
     *(row("streams", options, recompute="mhc") for options in ("whole", "recompute chunks")),
     row("streams", "packs of chunks", form="thd"),
     row("streams", "graphs in chunks", tree="groups", session="train", form="rows"),
@@ -155,8 +152,6 @@ ROWS = [
     *(
         row(f"own sparse{more}", options)
         for more, options in (
-            (" sharing", "recompute chunks"),
-            (" sharing", "offload"),
             (" rope", "depth first"),
             ("", "joined 64"),
             ("", "chunks of 2"),
@@ -166,7 +161,7 @@ ROWS = [
     ),
     row("own sparse sharing", "whole", *TREE, "sidecar"),
     row("own sparse sharing", "a layer on the host", session="evaluate"),
-    *_recomputed("own sparse sharing", "full", "block", "uniform"),
+    *_recomputed("own sparse sharing", "block", "uniform", first=1),
     # Prompts in the segment of what follows them.
     *(row(name, each, *ran) for name in ("qk_norm", "mla") for each, ran in JOINED),
     *(row("gqa", each, *ran) for each, ran in JOINED[1:]),

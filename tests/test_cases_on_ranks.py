@@ -53,7 +53,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("own delta global", "small", recompute="full"),
         *(row(name, "small") for name in ("mla marked", "mamba", "mtp 2", "experts bias")),
         row("dsa", "packs of chunks"),
-        *(row("own sparse sharing", "small", recompute=name) for name in ("none", "full")),
+        row("own sparse sharing", "small", recompute="full"),
         row("kimi", "small", form="one"),
         row("streams", "small"),
         row("experts both", "joined", returns="per_token"),
