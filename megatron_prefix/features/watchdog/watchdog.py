@@ -203,7 +203,8 @@ def _action(stack: list[FrameType]) -> Iterator[str]:
     for frame in filter(_EXECUTOR.fits, stack):
         names = frame.f_locals
         if "action" in names:
-            action, number, total = names["action"], names["place"] + 1, len(names["program"])
+            action, program = names["action"], names["self"]._plan.programs[names["rank"]]
+            number, total = program.index(action) + 1, len(program)
             yield (
                 f"action {number} of {total}: {action} (segment {action.segment}, chunk"
                 f" {action.chunk})"
