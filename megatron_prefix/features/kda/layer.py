@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_prefix.features.mla.latent import Latents
 from megatron_prefix.features.own_gdn.heads import HeadParts, heads_of, of_channels
 from megatron_prefix.features.recurrent import probe
-from megatron_prefix.features.recurrent.delta import NUM_INPUTS, DeltaSpans
+from megatron_prefix.features.recurrent.delta import DeltaSpans
 from megatron_prefix.features.recurrent.states import LayerStates, segment_of
 from megatron_prefix.layers.attention import InSegments
 from megatron_prefix.layers.kind import Override, Running
@@ -106,8 +106,7 @@ class KimiDeltaLayer(DeltaSpans):
         parts = self._parts()
         if parts is None:
             return super()._rule(*args, **options)
-        options |= zip(self._names, args, strict=False)
-        inputs = [options.pop(name) for name in self._names[:NUM_INPUTS]]
+        inputs = self._inputs(args, options)
         size, rank = self._group.size(), self._group.rank()
         options |= {name: options[name].chunk(size)[rank] for name in _OF_HEADS}
         out, _ = super()._rule(*parts.all_divided(inputs), **options)

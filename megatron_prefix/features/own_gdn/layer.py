@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_prefix.device import tolerance
 from megatron_prefix.features.own_gdn.heads import HeadParts, heads_of, of_channels
-from megatron_prefix.features.recurrent.delta import NUM_INPUTS, DeltaSpans, parameters_of
+from megatron_prefix.features.recurrent.delta import DeltaSpans, parameters_of
 from megatron_prefix.features.recurrent.states import segment_of
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.layers.rebound import rebound
@@ -85,8 +85,7 @@ class OwnDeltaLayer(DeltaSpans):
         parts = self._parts()
         if parts is None:
             return super()._rule(*args, **options)
-        options |= zip(self._names, args, strict=False)
-        inputs = [options.pop(name) for name in self._names[:NUM_INPUTS]]
+        inputs = self._inputs(args, options)
         out, _ = super()._rule(*parts.all_divided(inputs), **options)
         return parts.joined(out), None
 

@@ -9,7 +9,7 @@ gives wrong gradients for sequences under three positions.)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -89,9 +89,7 @@ class DeltaSpans:
         if self._running.current is None:
             return self._stock_rule(*args, **options)
         self._called.add("rule")
-        options |= zip(self._names, args, strict=False)
-        names = self._names[:NUM_INPUTS]
-        inputs = [options.pop(name) for name in names]
+        names, inputs = self._names[:NUM_INPUTS], self._inputs(args, options)
         if (tap := self._running.tap) is not None:
 
             def again(*inputs: Tensor, **_: Any) -> Tensor:
@@ -111,6 +109,11 @@ class DeltaSpans:
             options["cu_seqlens_cpu"] = states.spans.cu_seqlens_cpu
         out, final = self._stock_rule(**dict(zip(names, inputs, strict=True)), **options)
         return states.leave(out, final), None
+
+    def _inputs(self, args: Sequence[Any], options: dict[str, Any]) -> list[Tensor]:
+        """What the rule mixes: taken out of its options, which get all arguments by name."""
+        options |= zip(self._names, args, strict=False)
+        return [options.pop(name) for name in self._names[:NUM_INPUTS]]
 
     @staticmethod
     def _packing(context: SegmentContext) -> PackedSeqParams:
