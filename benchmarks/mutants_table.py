@@ -1644,7 +1644,43 @@ _FEATURES = (
     ),
 )  # fmt: skip
 
+
+# Versions -------------------------------------------------------------------------------------
+
+_versions = _area("versions", "tests/core/trainers/test_trainers.py -k version")
+_ON_MODELS = "tests/core/megatron/test_features.py -k 'taken or versions'"
+_VERSIONS = (
+    _versions(
+        "ranges-have-no-end", "trainers/versions.py", ">={first},<={last or first}", ">={first}",
+    ),
+    _versions(
+        "as-installed-instead-of-imported", "trainers/versions.py",
+        'version_of(name.replace("-", "."), name)', 'version_of("", name)',
+    ),
+    _versions(
+        "trainers-that-ran-are-said", "trainers/versions.py",
+        'one.version not in ("", *one.tried)', "one.version",
+    ),
+    _versions(
+        "every-rank-says-it", "trainers/versions.py", "if names and is_first_rank():", "if names:",
+    ),
+    _versions(
+        "said-without-the-trainer", "megatron/features.py",
+        "versions.warn_untested(trainers.running_trainer())", "versions.warn_untested(None)",
+        _ON_MODELS,
+    ),
+    _versions(
+        "slimes-megatron-without-its-commit-alone", "megatron/features.py",
+        "Version(release.public) != OF_SLIME", "release != OF_SLIME", _ON_MODELS,
+    ),
+    _versions(
+        "doctor-says-nothing-of-trainers", "lab/cli/doctor.py",
+        "versions.untested(trainers.TRAINERS)", "versions.untested(())",
+        "tests/lab/cli/test_doctor.py -k listed_with",
+    ),
+)  # fmt: skip
+
 MUTANTS: tuple[Mutant, ...] = (
     *_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_OF_KIMI, *_OWN_DSA, *_DSA, *_ROUTES, *_BYTES,
-    *_PLANS, *_FEATURES,
+    *_PLANS, *_FEATURES, *_VERSIONS,
 )  # fmt: skip

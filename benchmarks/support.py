@@ -1,5 +1,5 @@
-"""What ran where, for docs/support.md and docs/families/models.md: from the table of trainers, the
-rows of benchmarks/results, and for the CPU also from the rows that the tests compare.
+"""What ran where, for docs/support.md and docs/families/models.md: from the tables of trainers and
+versions, the rows of benchmarks/results, and for the CPU also from the rows that tests compare.
 
 python -m benchmarks.support            # writes the tables anew
 """
@@ -12,11 +12,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from packaging.version import Version
+
 from benchmarks.figures import ROOT, Row, read, table
 from benchmarks.trainers import which_runs
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.trainers.table import TRAINERS
 from megatron_prefix.trainers.trainer import Trainer
+from megatron_prefix.trainers.versions import TESTED as PACKAGES
 from tests.cases import LAYOUTS
 from tests.core.alignment import test_quantised, test_vision
 from tests.test_cases import ROWS
@@ -212,6 +215,30 @@ def trainers(rows: Sequence[Row]) -> str:
     return table([*head, "refused"], lines)
 
 
+def ran_versions(rows: Iterable[Row]) -> dict[str, dict[str, list[Version]]]:
+    """Versions of each package that ran, on the CPU and on GPUs; not those with which something has
+    failed."""
+    found = {name: {"CPU": set[Version](), "GPUs": set[Version]()} for name in PACKAGES}
+    for row in rows:
+        if row["machine"] == "simulated" or row["figures"].get("failed"):
+            continue
+        place = "CPU" if "CPU" in row["machine"] else "GPUs"
+        for name, version in row["versions"].items():
+            if (package := name.replace("_", "-")) in found:
+                found[package][place].add(Version(version.partition("+")[0]))
+    return {name: {place: sorted(those) for place, those in ran.items()}
+            for name, ran in found.items()}  # fmt: skip
+
+
+def packages(rows: Sequence[Row]) -> str:
+    """A line for each package: versions that ran, and what counts as tested."""
+    head = ["package", "on the CPU", "on GPUs", "counts as tested"]
+    return table(head, [
+        [name, *(", ".join(map(str, those)) for those in ran.values()), ", ".join(PACKAGES[name])]
+        for name, ran in ran_versions(rows).items()
+    ])  # fmt: skip
+
+
 def runs_of(model: str, rows: Iterable[Row]) -> str:
     """Where a model of docs/families/models.md has run: GPUs, or tiny models with its layers."""
     names, families = OF_MODELS[model]
@@ -249,7 +276,7 @@ def with_runs(table_by_hand: str, rows: Sequence[Row]) -> str:
 
 def written(text: str, rows: Sequence[Row]) -> str:
     """A page with its tables made anew."""
-    makers = {"models": models, "trainers": trainers}
+    makers = {"models": models, "packages": packages, "trainers": trainers}
 
     def made(found: re.Match[str]) -> str:
         name, old = found[2], found[3]

@@ -107,6 +107,7 @@ def engine_of(name: str, chunks: list[Any], layout: Any) -> Any:
         chunk.vp_stage = unwrap(chunk).vp_stage
     engine.model = engines._MegatronModelList(chunks)
     engine.tf_config = unwrap(chunks[0]).config
+    engine.use_padded_seq = False  # since 2.0; `initialize` asks the kind of model
     engine._create_optimizer(FinetuneSpec(1, 1000, 1))
     engine._initialized = True
     return engine
@@ -117,12 +118,14 @@ def kept_by(both: Both, forward_backward: Callable[..., None]) -> Callable[..., 
     are empty."""
     from areal.utils.stats_tracker import DEFAULT_TRACKER
 
-    def watched(mb_list: Any, process_output_fn: Any, forward_only: bool = False) -> None:
+    def watched(
+        mb_list: Any, process_output_fn: Any, forward_only: bool = False, **options: Any
+    ) -> None:
         kept = inspect.getclosurevars(process_output_fn).nonlocals.get("outputs", [])
         before = DEFAULT_TRACKER.export(reset=False)
         both.state = lambda: [kept, DEFAULT_TRACKER]
         both.left = lambda: [kept[:], statistics(DEFAULT_TRACKER, before)]
-        forward_backward(mb_list, process_output_fn, forward_only)
+        forward_backward(mb_list, process_output_fn, forward_only, **options)
 
     return watched
 
@@ -142,8 +145,8 @@ def train(engine: Any, name: str, data: list[dict[str, Any]], *, scores: bool) -
     """What AReaL's trainers call of an engine in a step.
 
     Args:
-        scores: whether log-probs and values are computed; with context parallelism that pass fails
-            in AReaL's code under Megatron's schedule, too: its labels are those of all ranks.
+        scores: whether log-probs and values are computed; before 2.0 that pass fails with context
+            parallelism under Megatron's schedule, too: its labels are those of all ranks.
     """
     if "sft" in name:
         engine.train_lm(data)
@@ -183,8 +186,10 @@ def steps(name: str) -> list[Step]:
     both = Both(config_of(name))
     megatron_engine.get_forward_backward_func = both
     engine = engine_of(name, chunks, layout)
+    gathers = "gather_cp_output" in inspect.signature(engine.forward_backward_batch).parameters
     engine.forward_backward_batch = kept_by(both, engine.forward_backward_batch)
-    train(engine, name, trajectories(in_pairs="dpo" in name), scores=layout.cp == 1)
+    data = trajectories(in_pairs="dpo" in name)
+    train(engine, name, data, scores=layout.cp == 1 or gathers)
     return both.steps
 
 

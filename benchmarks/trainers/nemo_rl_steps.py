@@ -143,7 +143,7 @@ def _valued(model: Any) -> None:
 
 def without_newer() -> None:
     """Takes the stand-in for a newer module away, once it was imported."""
-    if not hasattr(sys.modules[NEWER], "__file__"):
+    if not hasattr(sys.modules.get(NEWER), "__file__"):  # up to 0.7 it is not imported so early
         sys.modules[NEWER] = None  # type: ignore[assignment]
 
 
@@ -168,7 +168,8 @@ def loss_of(name: str, config: dict[str, Any], num: int, fused: dict[str, bool])
         prepare = vars(megatron_value_worker)["_value_loss_prepare_fn"]
     else:
         loss = NLLLossFn(**fused)
-    return train.LossPostProcessor(loss, config, num_microbatches=num, prepare_fn=prepare)
+    prepares = {"prepare_fn": prepare} if prepare else {}  # not up to 0.7
+    return train.LossPostProcessor(loss, config, num_microbatches=num, **prepares)
 
 
 def model_of(name: str, layout: Any) -> tuple[Any, Any]:
@@ -199,7 +200,8 @@ def steps(name: str) -> list[Step]:
     prepare()
     layout = worker.layout_of(name)
     runtime.initialize(layout)
-    (spec, chunk), fused = model_of(name, layout), {"use_fused_linear_logprobs": "fused" in name}
+    spec, chunk = model_of(name, layout)
+    fused = {"use_fused_linear_logprobs": True} if "fused" in name else {}  # other names up to 0.7
     train.get_forward_backward_func = both = Both(
         config_of(name), samples=NEMO_RL.samples, masks_tokens=NEMO_RL.masks_tokens
     )

@@ -112,5 +112,5 @@ def steps(name: str) -> list[Step]:
 if __name__ == "__main__":
     run_on_cpu()
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc]  # pydantic, before 3.12
-    stand_ins.where_missing("loguru", "jaxtyping", "cloudpathlib")
+    stand_ins.where_missing("loguru", "jaxtyping", "cloudpathlib", "megatron.bridge")
     worker.main([WRAPPER], steps)

@@ -209,17 +209,24 @@ def steps(name: str) -> list[Step]:
         return _steps(name)
 
 
+def on_cpu() -> None:
+    """Tells slime where its tensors are; up to 0.3.1 it asks torch.cuda, which run_on_cpu does."""
+    with contextlib.suppress(ImportError):
+        from slime.utils import accelerator
+
+        accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
+
+
 def _steps(name: str) -> list[Step]:
     from slime.backends.megatron_utils import model as slime_model
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
     from slime.backends.megatron_utils.model_provider import LinearForLastLayer
-    from slime.utils import accelerator
     from slime.utils.routing_replay import RoutingReplay
 
     runtime.initialize(layout := worker.layout_of(name))
-    accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
+    on_cpu()
     brings = "r3" in name
     spec, chunks = model_of(name, layout, LinearForLastLayer)
     ARGUMENTS.loss_type, ARGUMENTS.enable_mtp_training = loss_type(name), "mtp" in name

@@ -55,10 +55,10 @@ class Base:
         return dict(data)
 
     def _all_reduce_metric(
-        self, metric: dict[str, Tensor], reduction: Any = dist.ReduceOp.SUM
+        self, metric: dict[str, Tensor], reduction: Any = dist.ReduceOp.SUM, group: Any = None
     ) -> dict[str, Tensor]:
         found = torch.stack(list(metric.values())).detach()
-        dist.all_reduce(found, reduction, group=mpu.get_data_parallel_group())
+        dist.all_reduce(found, reduction, group=group or mpu.get_data_parallel_group())
         return dict(zip(metric, found, strict=True))
 
     def _flush_log_completions(self) -> None:
@@ -239,7 +239,7 @@ def trainer_of(kind: str, name: str, chunk: Any, reference: Any) -> Any:
     )
     trainer.dummy_dpo_trainer = trainer.dummy_kto_trainer = own
     if kind == "gkd":
-        trainer.teacher = losses.TeacherOutput
+        trainer.teacher, trainer.use_teacher_api = losses.TeacherOutput, False
     return trainer
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from typing import Any
 
 from megatron_prefix import __version__, trainers
@@ -17,6 +16,7 @@ from megatron_prefix.auto.settings import described_config, read_config
 from megatron_prefix.auto.swap import Swap
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal
+from megatron_prefix.trainers import versions
 from megatron_prefix.trainers.trainer import Trainer, version_of
 
 __all__ = ["init", "off", "on"]
@@ -63,21 +63,20 @@ def init(*_: Any) -> None:
 
 def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
     """The function that replaces `stock`, Megatron's."""
-    # Why the trainer gets `stock`, and where its masks are; at the first call: then it is imported.
-    decision: list[tuple[Refusal | None, dict[str, Any]]] = []
+
+    @functools.cache
+    def decided() -> tuple[Refusal | None, dict[str, Any]]:
+        """Why the trainer gets `stock`, and where its masks are; once: then it is imported."""
+        trainer = trainers.running_trainer()
+        refusal = trainer.refusal() if trainer and config.mode != "off" else None
+        _tell(config, trainer, refusal)
+        masks = trainer.samples if trainer and config.trainer_masks else None
+        says = {name: getattr(trainer, name, False) for name in ("passes_together", "masks_tokens")}
+        return refusal, {"samples": masks, "slices": trainers.slices(), **says}
 
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **options: Any) -> Any:
-        if not decision:
-            trainer = trainers.running_trainer()
-            refusal = trainer.refusal() if trainer and config.mode != "off" else None
-            _tell(config, trainer, refusal)
-            masks = trainer.samples if trainer and config.trainer_masks else None
-            says: dict[str, Any] = {"samples": masks, "slices": trainers.slices()}
-            for name in ("passes_together", "masks_tokens"):
-                says[name] = trainer is not None and getattr(trainer, name)
-            decision.append((refusal, says))
-        (refusal, says), *_ = decision
+        refusal, says = decided()
         if config.mode == "off" or refusal:
             return stock(*args, **options)
         from megatron_prefix.run.schedule import get_forward_backward_func as ours
@@ -98,20 +97,13 @@ def _tell(config: PrefixConfig, trainer: Trainer | None, refusal: Refusal | None
     """
     import torch
 
-    named = trainer.described() if trainer else "a custom training loop"
+    named = f"{trainer.name} {trainer.version}".rstrip() if trainer else "a custom training loop"
     if refusal and config.mode == "on":
         raise refusal.given().error(f"the prefix schedule cannot run {named} with ")
-    if torch.distributed.is_initialized():
-        rank = torch.distributed.get_rank()
-    else:
-        rank = int(os.environ.get("RANK", 0))
-    if rank == 0:
+    if versions.is_first_rank():
         stock = f"stock schedule in every step: {refusal.given().text}" if refusal else ""
         logger.warning(
             "megatron_prefix %s in %s (megatron-core %s, torch %s): %s",
             __version__, named, version_of("megatron.core", "megatron-core"),
             torch.__version__, stock or described_config(config),
         )  # fmt: skip
-        is_new = trainer is not None and trainer.is_new and not (stock or config.verify)
-        if is_new and config.mode in ("auto", "on"):
-            logger.warning("%s: other versions were not tested; run with verify=2", named)

@@ -7,7 +7,6 @@ say by kind what is refused of them (layers/table.py).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
+from megatron_prefix import trainers
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.errors import CANNOT_RUN, Reason, refused
 from megatron_prefix.layers import attention, table
@@ -37,35 +37,24 @@ from megatron_prefix.refusals.table import (
     TORCH_DDP,
     UNMARKED_BIAS,
 )
+from megatron_prefix.trainers import versions
 
-logger = logging.getLogger(__name__)
 OTHER_STEPS = (PARTIAL_CHECKPOINTS, OVERLAPPED_EXPERTS, DELAYED_WGRAD)
 """Options with which Megatron's schedule gives forward steps more than an iterator and a model."""
 OLDEST = Version("0.16.1")
-NEWEST_TRIED = Version("0.19.2")
 OF_SLIME = Version("0.16.0rc0")
 """What the commit of Megatron-LM calls itself that slime brings, and others of its branch do."""
 
 
 def check_version(version: str | None = None) -> None:
-    """Refuses a Megatron-Core that is too old; warns of one that was not tried.
+    """Refuses a Megatron-Core that is too old.
 
     Raises:
         CannotShare: older than 0.16.1, and not what slime brings.
     """
     release = Version(version or megatron.core.__version__)
-    if Version(release.public) == OF_SLIME:
-        logger.warning(
-            "megatron-core %s: only commit 1dcf0dafa of this version was tested", release
-        )
-        return
-    if Version(release.base_version) < OLDEST:
+    if Version(release.base_version) < OLDEST and Version(release.public) != OF_SLIME:
         raise refused(OLD_MEGATRON, release, OLDEST)
-    # 0.19 adds the commit of a git repository around it: 0.19.2+dc4f901.
-    if Version(release.public) > NEWEST_TRIED:
-        logger.warning(
-            "megatron-core %s is newer than %s, the newest version tested", release, NEWEST_TRIED
-        )
 
 
 def refusals(config: Any) -> list[Reason]:
@@ -162,6 +151,7 @@ def check(model: Any, wrapped: Any = None) -> None:
         CannotShare: names the first feature in the way and the fix.
     """
     check_version()
+    versions.warn_untested(trainers.running_trainer())
     reasons = [reason for config in _configs(model) for reason in refusals(config)]
     reasons += _wrapper_refusals(wrapped)
     outermost = model if wrapped is None else wrapped

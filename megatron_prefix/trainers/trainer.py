@@ -70,18 +70,6 @@ class Trainer:
         return self.module in sys.modules and self.is_used()
 
     @property
-    def is_tried(self) -> bool:
-        return version_of(self.module, self.package) in self.tried
-
-    @property
-    def is_new(self) -> bool:
-        """Whether its version is known, and none of those that were tried."""
-        return bool(version_of(self.module, self.package)) and not self.is_tried
-
-    def described(self) -> str:
-        """Name and version; if that version was never tried, the one that was."""
-        version = version_of(self.module, self.package)
-        named = f"{self.name} {version}" if version else self.name
-        if not self.is_new:
-            return named
-        return f"{named} ({f'tried: {self.tried[0]}' if self.tried else 'never tried'})"
+    def version(self) -> str:
+        """Of what is imported or installed; "" if it does not say."""
+        return version_of(self.module, self.package)

@@ -68,7 +68,7 @@ STAYS = {
     "qat": {"layers/attention.py", "refusals/table.py"},
     "recurrent": {"refusals/table.py"},
     "replay": {"refusals/table.py", "run/read/model_walk.py"},
-    "verify": {"auto/__init__.py", "config.py", "refusals/table.py"},
+    "verify": {"config.py", "refusals/table.py", "trainers/versions.py"},
     "vision": {"refusals/table.py"},
     "watchdog": {"config.py"},
     "windows": {"refusals/table.py"},

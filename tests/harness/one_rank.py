@@ -30,7 +30,8 @@ def one_rank() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    make, fake = dist.new_group, FakeProcessGroup.Options()
+    own = "Options" in vars(FakeProcessGroup)  # not in older releases of torch
+    make, fake = dist.new_group, FakeProcessGroup.Options() if own else None
 
     def without_gloo(*args: Any, **options: Any) -> Any:
         return make(*args, **{**options, "backend": "fake", "pg_options": fake})

@@ -13,6 +13,7 @@ from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.refusals.table import TABLE
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.trainers import TRAINERS, versions
 from tests.harness.data import REPOSITORY
 from tests.repository import generated
 from tests.repository.test_documents import WHICH_RUNS, written_by_hand
@@ -212,6 +213,20 @@ def test_support_pages_are_current():
         text = page.read_text(encoding="utf-8")
         assert support.PART.search(text)
         assert support.written(text, read()) == text, support.COMMAND
+
+
+def test_versions_that_count_as_tested_have_run():
+    """Ends of ranges, all that is recorded, and the versions of trainers that are named."""
+    rows = read()
+    for name, ran in support.ran_versions(rows).items():
+        seen = {*ran["CPU"], *ran["GPUs"]}
+        assert all(versions.is_tested(name, str(one)) for one in seen), name
+        ends = {end for one in versions.TESTED[name] for end in one.split(" to ")}
+        assert {*map(support.Version, ends)} <= seen, name
+    models = " ".join(f"{row['model']} " for row in rows)
+    for one in TRAINERS:
+        for tried in one.tried:
+            assert any(f"{word} " in models for word in tried.split()), (one.name, tried)
 
 
 def test_where_a_model_has_run_comes_from_rows():

@@ -430,7 +430,8 @@ class FirstStep:
             self._note(RANDOM_IN_BOTH.given(", ".join(kinds)))
         trainer = trainers.running_trainer()
         # Names of which is known that no forward step reads them.
-        unread_names = trainer.losses_set if trainer and trainer.is_tried else frozenset()
+        is_tried = trainer is not None and trainer.version in trainer.tried
+        unread_names = trainer.losses_set if trainer and is_tried else frozenset()
         for old, new in zip(step.resumed.bound, now.bound, strict=True):
             changed = {str(n) for n, value in new.items() if old.get(n, self) is not value}
             for name in sorted(changed & self._reads - unread_names):

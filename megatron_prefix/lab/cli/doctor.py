@@ -16,6 +16,7 @@ from megatron_prefix.lab.cli import arguments, packages
 from megatron_prefix.lab.cli.report import print_json, print_table
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.refusals.table import GROUPS, TABLE
+from megatron_prefix.trainers import versions
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +82,8 @@ def examine(
 
     Keys: ok; problems, one line each; device, the one that was checked; versions, None if
     something is absent; trainers that are installed, by name their version, the versions that were
-    tried, what turns the schedule on, and what keeps groups together; devices; kernels, by dtype
+    tried, what turns the schedule on, and what keeps groups together; untested, which of these
+    versions have not run with the prefix schedule; devices; kernels, by dtype
     and name None or why it does not work; chosen, the kernel that "auto" takes by dtype; why, the
     same with the reason; recurrent, by Megatron's recurrent module None or why its kernels do not
     work; untried, kernels and recurrent modules that are there but were not tried; stock_packs,
@@ -107,6 +109,7 @@ def examine(
         "device": device or _attempt(problems, _best_device) or "cpu",
         "versions": _package_versions() | (_attempt(problems, _library_versions) or {}),
         "trainers": _trainers(),
+        "untested": versions.untested(trainers.TRAINERS),
         "devices": [_host(), *(_attempt(problems, _gpus) or ())],
         "kernels": {},
         "chosen": {},
@@ -297,6 +300,8 @@ def show(report: Mapping[str, Any], refused: bool = False, probe: bool = False) 
         "not here": _listed(name for name, version in _versions(report) if not version),
         "devices": _listed(f"{n} x {name} ({size})" for (name, size), n in same.items()),
     }
+    if report["untested"]:
+        rows["not tested"] = f"{_listed(report['untested'])}; run with verify=2"
     for dtype, why in report["why"].items():
         is_untried = not set(untried).isdisjoint(report["chosen"][dtype].split())
         rows[f"kernel, {dtype}"] = f"{why}; {UNTRIED}" if is_untried else why

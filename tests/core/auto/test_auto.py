@@ -120,15 +120,9 @@ def test_what_was_found_is_said_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "megatron_prefix.auto"):
         for _ in range(3):
             schedules.get_forward_backward_func(*SIZES)
-    line, hint = caplog.messages
-    assert " in slime 9.8 (tried: 624b824a8) (megatron-core 0." in line
+    (line,) = caplog.messages
+    assert " in slime 9.8 (megatron-core 0." in line
     assert line.endswith(": mode auto, chunk_tokens 512")
-    assert hint == "slime 9.8 (tried: 624b824a8): other versions were not tested; run with verify=2"
-    for config in (PrefixConfig(mode="auto", verify=2), PrefixConfig(mode="observe")):
-        caplog.clear()
-        auto.on(config)
-        schedules.get_forward_backward_func(*SIZES)
-        assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("heeded", [True, False])

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron_prefix import PrefixConfig, PrefixSchedule
+from megatron_prefix import PrefixConfig, PrefixSchedule, trainers
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.features.host.part import offload_refusal
 from megatron_prefix.lab.models.build import unwrap
@@ -21,6 +20,7 @@ from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install
 from megatron_prefix.refusals import table
 from megatron_prefix.refusals.table import OPTIONS
+from megatron_prefix.trainers.table import VERL
 from tests.harness import steps
 from tests.harness.one_rank import small_model
 
@@ -257,20 +257,16 @@ def test_an_old_megatron_is_refused(version):
         features.check_version(version)
 
 
-def test_the_version_that_slime_brings_is_taken_with_a_warning(caplog):
-    with caplog.at_level(logging.WARNING):
-        features.check_version("0.16.0rc0")
-    (record,) = caplog.records
-    assert "only commit 1dcf0dafa of this version was tested" in record.getMessage()
+@pytest.mark.parametrize("version", ["0.16.0rc0", "0.16.0rc0+1dcf0d", "0.19.3", "1.0.0"])
+def test_a_newer_megatron_and_slimes_are_taken(version):
+    features.check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.19.3", "0.20.0", "0.20.0rc1", "1.0.0"])
-def test_a_newer_megatron_is_taken_with_a_warning(version, caplog):
-    with caplog.at_level(logging.WARNING):
-        features.check_version(version)
-    (record,) = caplog.records
-    expected = f"megatron-core {version} is newer than 0.19.2, the newest version tested"
-    assert record.getMessage() == expected and record.levelno == logging.WARNING
+def test_a_model_is_checked_with_a_line_about_versions(model, monkeypatch):
+    monkeypatch.setattr(trainers, "running_trainer", lambda: VERL)
+    monkeypatch.setattr(features.versions, "warn_untested", said := [].append)
+    features.check(unwrap(model), model)
+    assert said.__self__ == [VERL]
 
 
 @pytest.mark.parametrize(("ranks", "marks", "refused"), [

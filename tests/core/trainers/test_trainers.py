@@ -7,13 +7,14 @@ import sys
 import types
 
 import pytest
+import torch
 from megatron.core.pipeline_parallel import schedules
 
 from benchmarks.trainers import run_sources, which_runs
 from megatron_prefix import PrefixConfig, PrefixSchedule, auto, trainers
 from megatron_prefix.errors import UserError
 from megatron_prefix.refusals.table import MULTI_LORA, TABLE
-from megatron_prefix.trainers import TRAINERS, Trainer, table
+from megatron_prefix.trainers import TRAINERS, table, versions
 from megatron_prefix.trainers.trainer import version_of
 from megatron_prefix.tree.cp_layout import Slices
 from tests.harness.data import REPOSITORY
@@ -44,15 +45,30 @@ def test_a_trainer_that_is_imported_is_the_one_that_runs(monkeypatch, trainer):
     assert trainers.running_trainer() is trainer
 
 
-def test_a_version_that_was_not_tried_is_said(monkeypatch):
+def test_versions_that_did_not_run_are_said_once(monkeypatch, caplog):
+    """By the first rank, in the order of the tables; those inside a range are not."""
+    monkeypatch.setattr(versions, "TESTED", {"torch": ("2.6.0 to 2.9.1",), "nobodys": ("1.0",)})
     imported(monkeypatch, "verl", __version__="0.9.1")
-    assert table.VERL.described() == "verl 0.9.1"
-    imported(monkeypatch, "verl", __version__="1.0")
-    assert table.VERL.described() == "verl 1.0 (tried: 0.9.1)"
-    imported(monkeypatch, "roll", __version__="1.0")
-    found = Trainer("ROLL", "roll", "roll", (), "", "", "")
-    assert found.described() == "ROLL 1.0 (never tried)"
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cu130")
+    versions.warn_untested.cache_clear()
+    versions.warn_untested(table.VERL)
+    assert caplog.messages == versions.untested(TRAINERS) == []
+    sys.modules["verl"].__version__, torch.__version__ = "0.10", "2.10.0"
+    versions.warn_untested.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setenv("RANK", "1")
+        versions.warn_untested(None)
+        monkeypatch.setenv("RANK", "0")
+        for _ in range(2):
+            versions.warn_untested(table.VERL)
+    assert caplog.messages == ["verl 0.10, torch 2.10.0: not tested; run with verify=2"]
     assert version_of("not.there", "not-there") == ""
+
+
+@pytest.mark.parametrize("version", ["0.16.0rc0", "0.16.1", "0.18.2", "0.19.2+dc4f901"])
+def test_a_version_between_two_that_ran_counts_as_tested(version):
+    assert versions.is_tested("megatron-core", version)
+    assert not any(versions.is_tested("megatron-core", new) for new in ("0.16.0", "0.19.3", "1.0"))
 
 
 @pytest.fixture
