@@ -1082,6 +1082,11 @@ _OWN_DSA = (
 
 _SPARSE = "tests/core/alignment/test_sparse.py\ntests/test_cases.py -k dsa"
 _sparse = _area("dsa", _SPARSE)
+_indexer_loss = _area(
+    "indexer-loss",
+    "tests/core/alignment/test_sparse.py -k indexers_loss\ntests/test_cases.py -k 'dsa and loss'",
+)
+_DSA_LOSS = "features/dsa/loss.py"
 _DSA = (
     _sparse(
         "own-key-hidden",
@@ -1147,8 +1152,8 @@ _DSA = (
     _sparse(
         "scores-below-zero-count",
         "features/dsa/sparse.py",
-        "scores = ((scores.relu() if has_relu else scores)",
-        "scores = ((scores)",
+        "return ((scores.relu() if has_relu else scores)",
+        "return ((scores)",
     ),
     _sparse(
         "heads-without-weights",
@@ -1192,11 +1197,102 @@ _DSA = (
         "        zeros = (out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.indexer)",
         "        zeros = (None for _ in ctx.indexer)",
     ),
-    _sparse(
-        "trained-indexer-not-refused",
+    _indexer_loss(
+        "tails-left-out",
         "features/dsa/kind.py",
-        '        if getattr(config, "dsa_indexer_loss_coeff", None):',
-        '        if getattr(config, "no_such_option", None):',
+        "return has_indexer_loss(config)",
+        "return False",
+    ),
+    _indexer_loss(
+        "rows-count-once",
+        _DSA_LOSS,
+        "by_span.index_add_(0, tokens.span, self._weights[tokens.rollout])",
+        "by_span[tokens.span] = self._weights[tokens.rollout]",
+    ),
+    _indexer_loss(
+        "sum-for-mean",
+        _DSA_LOSS,
+        "rows = [1 if is_sum else tokens.num_tokens[number]",
+        "rows = [1 if True else tokens.num_tokens[number]",
+    ),
+    _indexer_loss(
+        "first-rows-alone",
+        _DSA_LOSS,
+        "self._losses[core] = loss + self._losses[core] if core in self._losses else loss",
+        "self._losses.setdefault(core, loss)",
+    ),
+    _indexer_loss(
+        "target-of-one-head",
+        _DSA_LOSS,
+        'float("-inf")), dim=-1).sum(0)',
+        'float("-inf")), dim=-1)[0]',
+    ),
+    _indexer_loss(
+        "target-of-this-ranks-heads",
+        _DSA_LOSS,
+        "        dist.all_reduce(total, group=group)",
+        "        pass",
+        tests="tests/test_cases_on_ranks.py -k 'step and tp2_sp'",
+    ),
+    _indexer_loss(
+        "hidden-keys-predicted",
+        _DSA_LOSS,
+        '    scores = scores.masked_fill(hidden, float("-inf"))',
+        "    scores = scores + 0",
+    ),
+    _indexer_loss(
+        "loss-not-logged",
+        _DSA_LOSS,
+        "        for core, loss in self._losses.items():",
+        "        for core, loss in ():",
+    ),
+    _indexer_loss(
+        "dense-for-sparse",
+        "features/dsa/sparse.py",
+        "is_visible = _mask(picked, keys) if self.is_sparse else",
+        "is_visible = _mask(picked, keys) if not self.is_sparse else",
+    ),
+    _indexer_loss(
+        "index-keys-of-ancestors-untrained",
+        "features/dsa/sparse.py",
+        "key_gradients, more_of = pull((*parts, of_index_keys))",
+        "key_gradients, more_of = pull((*parts, torch.zeros_like(of_index_keys)))",
+    ),
+    _indexer_loss(
+        "gradients-of-descendants-dropped",
+        "features/dsa/sparse.py",
+        "            returned = 0 if sent_back is None else sent_back[2]",
+        "            returned = 0",
+    ),
+    _indexer_loss(
+        "no-loss-where-nothing-is-read",
+        "features/dsa/sparse.py",
+        "            if number == context.keys_only and loss is None:",
+        "            if number == context.keys_only:",
+    ),
+    _indexer_loss(
+        "loss-in-evaluation",
+        "features/dsa/sparse.py",
+        "loss_of(context.parts) if self._core.training else None",
+        "loss_of(context.parts)",
+    ),
+    _indexer_loss(
+        "queries-untrained",
+        "features/dsa/sparse.py",
+        "result.query[first:stop], result.weight[first:stop] = gradients.query, gradients.weight",
+        "result.weight[first:stop] = gradients.weight",
+    ),
+    _indexer_loss(
+        "packs-of-some-rows-not-refused",
+        _DSA_LOSS,
+        '            raise refused(DSA_LOSS, "real_token_mask_q of a pack")',
+        "            pass",
+    ),
+    _indexer_loss(
+        "frozen-indexer-not-refused",
+        _DSA_LOSS,
+        '        if any(".indexer." in name and not weight.requires_grad',
+        '        if all(".indexer." in name and not weight.requires_grad',
     ),
     _sparse(
         "context-parallelism-not-refused",

@@ -170,7 +170,7 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "dsa wide indexer": _dsa(dsa_indexer_n_heads=24, dsa_indexer_head_dim=64),
     "dsa mtp": _dsa({**_LATENTS, "mtp_num_layers": 1}),
     "dsa experts": _dsa({}),
-    "dsa dense loss": _dsa(dsa_indexer_loss_coeff=0.5),
+    "dsa dense loss": _dsa({}, dsa_indexer_loss_coeff=0.5),
     "dsa sparse loss": _dsa(dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=True),
     # A trainer's own, of packs; all layers choose, or follow what one before them has chosen.
     **{f"own {name}": Family("tiny-deepseek", {**_LATENTS, **fields}, own_attention=True,

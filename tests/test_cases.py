@@ -129,6 +129,10 @@ ROWS = [
     *_recomputed("gpt-oss", "full", "selective"),
     *_recomputed("mamba", "full", "selective"),
     *_recomputed("dsa", "full", "mla_up_proj", "layernorm", first=1),
+    *(row("dsa sparse loss", each) for each in (*EVERY[:2], "depth first", *EVERY[5::3])),
+    *_recomputed("dsa sparse loss", "full"),
+    row("dsa sparse loss", "small", loss_mask="tails", session="train_eval_mixed"),
+    row("dsa dense loss", "recompute chunks", form="rows", returns="per_token"),
     # A trainer's own GatedDeltaNet.
     *(
         row(name, options)
@@ -261,8 +265,6 @@ NOT_SHARED = [
             (row("kimi", form="thd_padded"), "on", "refused", table.KIMI_PADDED.name),
             (row("mtp", form="thd_padded"), "on", "refused", table.AHEAD_PADDED.name),
             (row("mtp", form="thd_padded"), "auto", "fallback", table.AHEAD_PADDED.fix),
-            (row("dsa dense loss"), "auto", "fallback", "the dense loss of DSA's indexer"),
-            (row("dsa sparse loss"), "auto", "fallback", "the sparse loss of DSA's indexer"),
         )
     ),
     replace(row("gqa", raises="data_ends"), expects="refused", says="data iterator ended after 7"),

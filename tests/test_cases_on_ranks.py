@@ -52,7 +52,7 @@ ON_RANKS: dict[str, list[Row]] = {
         graphs("gdn", "graphs in chunks"),
         row("own delta global", "small", recompute="full"),
         *(row(name, "small") for name in ("mla marked", "mamba", "mtp 2", "experts bias")),
-        row("dsa", "packs of chunks"),
+        *(row(f"dsa{loss}", "packs of chunks") for loss in ("", " sparse loss")),
         row("own sparse sharing", "small", recompute="full"),
         row("kimi", "small", form="one"),
         row("streams", "small"),
@@ -85,7 +85,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("outputs freed", "offload"),
         row("equal lengths", "small", lengths="equal", tree="groups"),
         *(row(name, "small") for name in ("mla", "gpt-oss", "mtp", "experts all")),
-        row("dsa", "packs of chunks"),
+        *(row(f"dsa{loss}", "packs of chunks") for loss in ("", " dense loss")),
         row("own sparse sharing", "recompute chunks"),
         row("qk_norm", "small", form="thd", labels="absent", in_place="div"),
         row("qk_norm", "small", form="thd", seed=1),  # whose data are on all stages
@@ -155,6 +155,7 @@ ON_RANKS: dict[str, list[Row]] = {
         # Whose reductions are ready by the number of microbatches, which stays the same.
         auto_row("", False, True, ddp="overlapped without no_sync", tree="lengths"),
         row("adapted", "small", ddp="overlapped", session="train"),
+        row("dsa sparse loss", "small", ddp="overlapped"),
         row("gqa", "small", session="uneven"),
         auto_row("", **UNLIKE, model="experts global"),
         auto_row("", False, True, exchange="in_loss"),
@@ -168,8 +169,9 @@ ON_RANKS: dict[str, list[Row]] = {
         ),
         refused("exchange with other data-parallel ranks",
                 row("gqa", exchange="in_loss", session="train")),
-        refused(table.ACROSS_SCALES.name,
-                row("mtp", "across_ranks", form="one", tree="on_all_ranks", **SCALED)),
+        *(refused(says.name, row(model, "across_ranks", form="one", tree="on_all_ranks", **values))
+          for says, model, values in ((table.ACROSS_SCALES, "mtp", SCALED),
+                                      (table.ACROSS_INDEXER, "dsa sparse loss", {}))),
     ],
     "dp3": [row("gqa", "small", tree="idle", ddp=ddp) for ddp in ("wrapped", "overlapped")],
     "ep2": [

@@ -282,6 +282,15 @@ PARTS: tuple[Feature, ...] = (
         f"{_FOLDER}kda.part:KimiPacks",
         lambda _, rank: hasattr(rank.config, "kimi_kda_layers"),
     ),
+    Feature(
+        "the loss of sparse attention's indexer",
+        f"{_FOLDER}dsa.loss:IndexerLoss",
+        lambda _, rank: bool(
+            _variant(rank.config) == "dsa"
+            and getattr(rank.config, "dsa_indexer_loss_coeff", None)
+            and not rank.forward_only
+        ),
+    ),
     Feature("quantisers", f"{_FOLDER}qat.quantisers:Quantisers", _may_have_quantisers),
     Feature(
         "context parallelism",

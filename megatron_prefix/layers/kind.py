@@ -142,6 +142,10 @@ class Kind:
         layers of the model."""
         return 1
 
+    def counts(self, config: Any) -> bool:
+        """Whether a step counts positions without loss, too: in other losses, or a bias by load."""
+        return False
+
     def dropped(self, config: Any, sharding: Sharding) -> float:
         """Bytes a position on one rank that need not be kept, as memory policy "recompute_act"
         makes them again."""

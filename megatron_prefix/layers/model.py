@@ -121,7 +121,7 @@ def vocabulary(config: Any, vocab_size: int | None) -> int:
     return getattr(config, "vocab_size", None) or 0 if vocab_size is None else vocab_size
 
 
-def _balancing(config: Any) -> set[str]:
+def balancing(config: Any) -> set[str]:
     """Names of the losses that balance the experts; "none" keeps its coefficient, and has none."""
     if not getattr(config, "num_moe_experts", None):
         return set()
@@ -135,12 +135,9 @@ def _balancing(config: Any) -> set[str]:
 
 def has_global_loss(config: Any) -> bool:
     """Whether routers use global_aux_loss: counts of all data-parallel ranks, in order."""
-    return "global_aux_loss" in _balancing(config)
+    return "global_aux_loss" in balancing(config)
 
 
 def counts_tokens(config: Any) -> bool:
-    """Whether routers do anything with which tokens are padding: losses, or a bias by load."""
-    bias = getattr(config, "moe_router_enable_expert_bias", False)
-    z_loss = getattr(config, "moe_z_loss_coeff", None)
-    experts = bool(getattr(config, "num_moe_experts", None))
-    return bool(_balancing(config)) or (experts and bool(bias or z_loss))
+    """Whether layers count positions without loss, and those that are padding (`Kind.counts`)."""
+    return any(kind.counts(config) for kind in table.kinds_of(config))

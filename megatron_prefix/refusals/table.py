@@ -152,8 +152,7 @@ MLA_WITHOUT_SP = Refusal("multi-latent attention with tensor parallelism and wit
 MLA_CACHE = Refusal("cache_mla_latents", "module", WRONG, "turn it off: it is for generation")
 MLA_WINDOW = Refusal("multi-latent attention with a sliding window", "module", NOT_YET, "leave window_size out, or use the stock schedule")
 MLA_FUSED_ROPE_CP = Refusal("multi-latent attention with apply_rope_fusion and context parallelism", "module", NOT_YET, "turn apply_rope_fusion off: its kernel counts positions itself")
-DSA_DENSE_LOSS = Refusal("the dense loss of DSA's indexer (dsa_indexer_loss_coeff)", "module", NOT_YET, "set dsa_indexer_loss_coeff to 0: its target is attention to all keys, which is computed for it alone, and a shared row counts by the rows of every microbatch that has it")
-DSA_SPARSE_LOSS = Refusal("the sparse loss of DSA's indexer (dsa_indexer_loss_coeff)", "module", NOT_YET, "set dsa_indexer_loss_coeff to 0: it is a mean over the rows of a microbatch, padding included, so a shared row counts by the rows of every microbatch that has it")
+DSA_LOSS = Refusal("a loss of DSA's indexer (dsa_indexer_loss_coeff) with …", "module", NOT_YET, "leave one of the two out: set dsa_indexer_loss_coeff to 0")
 DSA_CP = Refusal("DSA with context parallelism", "module", NOT_YET, "use tensor parallelism instead")
 DSA_INDEX_SHARED = Refusal("dsa_indexer_topk_freq above 1", "module", NOT_YET, "set it to 1: layers without an indexer take another layer's keys, which are one microbatch's")
 DSA_RECOMPUTED = Refusal("DSA with core_attn in recompute_modules", "module", WRONG, "leave core_attn out: Megatron's own checkpoint does not give core attention the indexer's input")
@@ -300,6 +299,7 @@ ACROSS_PLAN = Refusal("across_ranks with a plan file", "ranks", NOT_YET, "leave 
 ACROSS_GATHERS = Refusal("across_ranks with overlap_param_gather", "ranks", NOT_YET, "turn that off, as weights would be gathered in another order on every rank; or set across_ranks to off")
 ACROSS_UNREDUCED = Refusal("across_ranks with a model that is not in Megatron's DistributedDataParallel", "ranks", NOT_YET, "wrap it, say sums_gradients=True to get_forward_backward_func if the trainer itself sums gradients over data-parallel ranks, or set across_ranks to off: until they are summed, a rank's own gradients are not the stock schedule's")
 ACROSS_SCALES = Refusal("across_ranks with multi-token prediction and a function of the trainer's own that scales its loss (grad_scale_func, mtp_grad_scale_func)", "ranks", NOT_YET, "use the optimizer's scale_loss, or set across_ranks to off: weights of the loss are sent before the function is called")
+ACROSS_INDEXER = Refusal("across_ranks with a loss of DSA's indexer", "ranks", NOT_YET, "set dsa_indexer_loss_coeff to 0, or across_ranks to off: a row counts by its own rank's microbatches alone")
 UNEVEN_MICROBATCHES = Refusal("global_aux_loss, and data-parallel ranks with … to … microbatches", "ranks", WRONG, "give all equally many, or use aux_loss", ends=True)
 UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one microbatch", "ranks", NOT_YET, "pad them to one length, or use aux_loss")
 

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
+from megatron_prefix.lab.models.local import Float64Kept
 from megatron_prefix.lab.platforms.sparse_kernels import (
     SparseMLA,
     fused_apply_rotary_pos_emb_thd,
@@ -45,10 +46,19 @@ def rotated(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def rotating() -> Iterator[None]:
-    """For a while Megatron's indexers have it, whatever the dtype."""
+    """For a while Megatron's indexers have it, whatever the dtype, and the backward of their loss
+    (since 0.17 a function of its own) computes in float64."""
     from megatron.core.transformer.experimental_attention_variant import dsa
 
-    with mock.patch.object(dsa, "rotate_activation", rotated):
+    name = "bwd_fused_indexer_loss_naive"
+    backward = getattr(dsa, name, None)
+
+    def in_float64(*args: Any, **options: Any) -> Any:
+        with Float64Kept(is_sparse=True):
+            return backward(*args, **options)
+
+    replaced = {"rotate_activation": rotated, name: in_float64}
+    with mock.patch.multiple(dsa, create=backward is None, **replaced):
         yield
 
 

@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -67,6 +68,7 @@ def build(case: Case) -> Parts:
     RouterReplay.clear_global_router_replay_instances()
     moe_utils.get_moe_layer_wise_logging_tracker().clear()  # names stay in it from run to run
     MTPLossLoggingHelper.tracker.clear()
+    dsa.DSAIndexerLossLoggingHelper.tracker.clear()
     languages = _languages(case, seed=case.seed + 1)
     reads: list[Tensor] = []
     models = [_model(case, language, reads) for language in languages]

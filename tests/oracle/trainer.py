@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -647,8 +648,10 @@ def _counting(case: Case) -> Any:
 
 def _further_logs() -> dict[str, Tensor]:
     """What Megatron logs of further labels: losses, and since 0.19 how many guesses are right."""
+    of_indexers = dsa.DSAIndexerLossLoggingHelper.tracker
     tracker = MTPLossLoggingHelper.tracker.items()
-    return {f"mtp {name}": values for name, values in tracker if name.endswith("values")}
+    logs = {f"mtp {name}": values for name, values in tracker if name.endswith("values")}
+    return logs | {f"dsa {name}": x for name, x in of_indexers.items() if name == "values"}
 
 
 def _gradient(parameter: Any) -> Tensor:

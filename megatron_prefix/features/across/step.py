@@ -32,6 +32,7 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import (
     ACROSS_EXPERTS,
     ACROSS_GATHERS,
+    ACROSS_INDEXER,
     ACROSS_NO_GROUP,
     ACROSS_PLAN,
     ACROSS_SCALES,
@@ -112,6 +113,8 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
         return ACROSS_PLAN
     if rank.model.looks_ahead and rank.scales_auxiliary_losses:
         return ACROSS_SCALES
+    if getattr(rank.config, "dsa_indexer_loss_coeff", None) and not rank.forward_only:
+        return ACROSS_INDEXER
     if not (rank.forward_only or rank.reduces):
         return ACROSS_UNREDUCED
     return None

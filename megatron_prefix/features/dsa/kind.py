@@ -20,10 +20,8 @@ from megatron_prefix.layers.kind import Override, Running, owner
 from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.refusals.table import (
     DSA_CP,
-    DSA_DENSE_LOSS,
     DSA_INDEX_SHARED,
     DSA_RECOMPUTED,
-    DSA_SPARSE_LOSS,
     OTHER_ROTARY,
 )
 
@@ -31,7 +29,7 @@ _MODULE = "megatron.core.transformer.experimental_attention_variant.dsa"
 
 
 class DSA(MLA):
-    """Megatron's MLASelfAttention with DSAttention, whose indexer is not trained."""
+    """Megatron's MLASelfAttention with DSAttention."""
 
     name = "DeepSeek's sparse attention"
     cores = frozenset({f"{_MODULE}.DSAttention"})
@@ -39,6 +37,10 @@ class DSA(MLA):
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""
         return getattr(config, "experimental_attention_variant", None) == "dsa"
+
+    def counts(self, config: Any) -> bool:
+        """See Kind: the indexer's loss, if it has one."""
+        return has_indexer_loss(config)
 
     def parameters(self, config: Any) -> int:
         """See Kind."""
@@ -78,9 +80,6 @@ class DSA(MLA):
         yield from super().option_refusals(module, config)
         if config.context_parallel_size > 1:
             yield DSA_CP.given()
-        if getattr(config, "dsa_indexer_loss_coeff", None):
-            sparse = getattr(config, "dsa_indexer_use_sparse_loss", False)
-            yield (DSA_SPARSE_LOSS if sparse else DSA_DENSE_LOSS).given()
         if (getattr(config, "dsa_indexer_topk_freq", None) or 1) > 1:
             yield DSA_INDEX_SHARED.given()
         if getattr(module, "checkpoint_core_attention", False):
@@ -93,6 +92,12 @@ class DSA(MLA):
         sparse = Sparse(module, number, running)
         core = module.core_attention
         return [(core, "forward", sparse.core(core.forward)), *sparse.overrides()]
+
+
+def has_indexer_loss(config: Any) -> bool:
+    """Whether the indexer has a loss of its own (features/dsa/loss.py)."""
+    is_dsa = getattr(config, "experimental_attention_variant", None) == "dsa"
+    return is_dsa and bool(getattr(config, "dsa_indexer_loss_coeff", None))
 
 
 def _indexer(config: Any) -> tuple[int, int]:

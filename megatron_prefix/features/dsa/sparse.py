@@ -8,7 +8,7 @@ megatron/core/transformer/experimental_attention_variant/dsa.py: scores of all p
 some queries at a time.
 
 The indexer itself is the stock module, on the segment's positions. Its input is detached there, so
-nothing flows through it but its own loss, which is refused (features/dsa/kind.py).
+nothing flows through it but its own loss (loss.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_prefix.device.transfer import to_device
+from megatron_prefix.features.dsa.loss import (
+    IndexerLoss,
+    attention_target,
+    divergences,
+    loss_of,
+    scale_of_backward,
+)
 from megatron_prefix.features.mla.latent import Latents
 from megatron_prefix.layers.blocks.core import autocast_now, sum_of
 from megatron_prefix.layers.blocks.shared import Pull
@@ -47,7 +54,7 @@ which a few lie side by side."""
 
 
 class Index(NamedTuple):
-    """What the indexer makes of a segment's positions, without gradients.
+    """What the indexer makes of a segment's positions; with gradients if it has a loss.
 
     Attributes:
         query: [positions, heads, width].
@@ -79,8 +86,9 @@ class Sparse(Latents):
         core = module.core_attention
         self.topk, self.scale = core.indexer.index_topk, core.softmax_scale
         self.has_relu = getattr(module.config, "dsa_indexer_scoring_relu", True)
+        self.is_sparse = getattr(module.config, "dsa_indexer_use_sparse_loss", False)
         self.num_heads = max(self._heads, core.indexer.index_n_heads)
-        self.indexer, self._caught = core.indexer, list[Tensor]()
+        self._core, self.indexer, self._caught = core, core.indexer, list[Tensor]()
         running.rotary.add(self.indexer.rotary_pos_emb)
 
     @property
@@ -108,13 +116,14 @@ class Sparse(Latents):
             context = self._running.current
             if context is None:
                 return stock(query, key, value, *args, **kwargs)
-            index = self.indexed(kwargs["x"], kwargs["qr"])
+            loss = loss_of(context.parts) if self._core.training else None
+            index = self.indexed(kwargs["x"], kwargs["qr"], trains=loss is not None)
             cache, number = context.cache, self._number
             if context.inner and cache.state(number, context.index) is SegmentState.EMPTY:
-                context.between["index keys", number] = index.key
-            if number == context.keys_only:
+                context.between["index keys", number] = index.key.detach()
+            if number == context.keys_only and loss is None:
                 return keys_only(query, key, value, context, number, self)
-            return sparse_attention(query, key, value, index, context, number, self)
+            return sparse_attention(query, key, value, index, context, number, self, loss)
 
         return forward
 
@@ -128,12 +137,12 @@ class Sparse(Latents):
         return super().keys(payload[:2])
 
     def keys_with_pull(self, payload: Payload) -> tuple[KeyValue, Pull]:
-        """See Shared."""
+        """See Shared; the pull is given the gradient of index keys, too."""
         pair, pull = super().keys_with_pull(payload[:2])
 
-        def with_index(gradients: KeyValue) -> tuple[Payload, Sequence[Tensor | None]]:
-            kv_gradients, of_weights = pull(gradients)
-            return (*kv_gradients, torch.zeros_like(payload[2])), of_weights
+        def with_index(gradients: Payload) -> tuple[Payload, Sequence[Tensor | None]]:
+            kv_gradients, of_weights = pull((gradients[0], gradients[1]))
+            return (*kv_gradients, *gradients[2:]), of_weights
 
         return pair, with_index
 
@@ -154,16 +163,39 @@ class Sparse(Latents):
             )  # fmt: skip
         return result
 
-    @torch.no_grad()
-    def indexed(self, x: Tensor, low_rank: Tensor) -> Index:
+    def indexed(self, x: Tensor, low_rank: Tensor, *, trains: bool) -> Index:
         """What the stock indexer makes of a segment, [positions, 1, ...] each."""
-        if hasattr(self.indexer, "forward_before_topk"):
-            query, key, weight = self.indexer.forward_before_topk(x, low_rank, None)
-        else:
-            self.indexer.forward_with_scores(x, low_rank)
-            query, weight, key = self._caught
-            self._caught.clear()
-        return Index(query.squeeze(1), key.squeeze(1), weight.squeeze(1))
+        x, low_rank = x.detach(), low_rank.detach()
+        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+            if hasattr(self.indexer, "forward_before_topk"):
+                query, key, weight = self.indexer.forward_before_topk(x, low_rank, None)
+            else:
+                self.indexer.forward_with_scores(x, low_rank)
+                query, weight, key = self._caught
+                self._caught.clear()
+            return Index(query.squeeze(1), key.squeeze(1), weight.squeeze(1))
+
+    def index_gradients(
+        self, loss: IndexerLoss, index: Index, pair: KeyValue, picked: Tensor, weight: Tensor
+    ) -> Index:
+        """Gradients of the indexer's loss, which is told of some queries' divergences.
+
+        Args:
+            index: of these queries, and of all keys up to the last one's own.
+            pair: queries and keys of attention.
+            picked: keys that were chosen.
+            weight: of the queries, float64 [queries].
+        """
+        num, keys = len(picked), len(index.key)
+        is_visible = _mask(picked, keys) if self.is_sparse else _causal(num, keys, picked.device)
+        target = attention_target(*pair, is_visible, self.scale, self.indexer.pg_collection.tp)
+        with torch.enable_grad():
+            leaves = Index(*(tensor.detach().requires_grad_() for tensor in index))
+            each = divergences(target, index_scores(leaves, self.has_relu), is_visible)
+            total = (each * weight.to(each.dtype)).sum()
+        loss.add(self._core, total.detach())
+        scale = (torch.ones_like(total) * scale_of_backward()).view_as(total)
+        return Index(*torch.autograd.grad(total, leaves, scale))
 
     def _catching(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The indexer's scores; in a segment what they are made of is kept, and none are made."""
@@ -194,10 +226,10 @@ class _VisibleKeys(NamedTuple):
 class _SparseCall(NamedTuple):
     """What `sparse_attention` was called with, but for tensors with gradients."""
 
-    mine: Index
     context: SegmentContext
     layer: int
     shared: Sparse
+    loss: IndexerLoss | None
     autocast: contextlib.AbstractContextManager[Any]
     num_weights: int
 
@@ -216,6 +248,7 @@ def sparse_attention(
     context: SegmentContext,
     layer: int,
     shared: Sparse,
+    loss: IndexerLoss | None,
 ) -> Tensor:
     """Sparse attention of one segment in one layer.
 
@@ -227,15 +260,17 @@ def sparse_attention(
         context: the segment.
         layer: local index of the attention layer.
         shared: what the layer leaves for children.
+        loss: of its indexer; None: it has none.
 
     Returns:
         [positions, 1, heads * value_dim], as Megatron's core attention returns it.
     """
     weights = shared.weights if context.num_levels else []
     cast = autocast_now(query.device.type)
-    call = _SparseCall(index, context, layer, shared, cast, len(weights))
+    call = _SparseCall(context, layer, shared, loss, cast, len(weights))
+    untrained = shared.indexer_weights if loss is None else []
     out: Tensor = _SparseAttention.apply(
-        query.squeeze(1), key.squeeze(1), value.squeeze(1), call, *weights, *shared.indexer_weights
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), call, *index, *weights, *untrained
     )
     return out.flatten(1).unsqueeze(1)
 
@@ -243,9 +278,10 @@ def sparse_attention(
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _SparseCall, *weights: Tensor
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _SparseCall, *more: Tensor
     ) -> Tensor:
-        own, context, layer, shared, *_ = call
+        own, weights = Index(*more[:3]), more[3:]
+        context, layer, shared, loss, *_ = call
         context.capture(layer, shared, key, value)
         context.enter(layer, backward=context.backward)
         read = call.read()
@@ -261,37 +297,36 @@ class _SparseAttention(torch.autograd.Function):
             )
         context.leave(layer, backward=False)
         ctx.call, ctx.indexer = call, [(x.shape, x.dtype) for x in weights[call.num_weights :]]
-        ctx.save_for_backward(query, key, value, *chosen)
+        ctx.save_for_backward(query, key, value, *(own if loss else ()), *chosen)
         return torch.cat(parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _SparseCall = ctx.call
-        _, context, layer, shared, autocast, num_weights = call
-        query, key, value, *chosen = ctx.saved_tensors
+        context, layer, shared, loss, autocast, num_weights = call
+        query, key, value, *saved = ctx.saved_tensors
+        chosen = saved if loss is None else saved[3:]
         context.enter(layer, backward=True)
+        read = call.read()
+        created: list[tuple[KeyValue, Any]]
         with autocast:
-            created = [shared.keys_with_pull(payload) for payload in call.read()]
+            created = [shared.keys_with_pull(payload) for payload in read]
         pool = _key_pool([pair for pair, _ in created], (key, value))
-        sums = [torch.zeros_like(tensor, dtype=wider(tensor.dtype)) for tensor in pool]
-        query_grad = torch.empty_like(query)
-        visible = seen_of(context, shared.num_heads, query.device)
-        for (first, stop, rows), picked in zip(visible, chosen, strict=True):
-            provided = [query[first:stop], *(tensor[rows] for tensor in pool)]
-            gradients = _chosen_gradients(
-                provided, out_grad[first:stop], _mask(picked, len(rows)), shared
-            )
-            query_grad[first:stop] = gradients[0]
-            for total, extra in zip(sums, gradients[1:], strict=True):
-                total.index_add_(0, rows, extra.to(total.dtype))
+        query_grad, *sums = _pool_gradients(call, query, pool, chosen, out_grad)
+        of_index: list[Any] = [None] * 3
+        if loss is None:
+            sums.append(query.new_zeros((len(pool[0]), shared.indexer.index_head_dim)))
+        else:
+            own_index = Index(*saved[:3])
+            of_index = [*_index_gradients(call, loss, own_index, read, query, pool[0], chosen)]
+            sums.append(of_index[1])
         begin, of_weights = 0, list[Tensor | None]([None] * num_weights)
         for number, (pair, pull) in enumerate(created):
             end = begin + len(pair[0])
-            parts = [
-                total[begin:end].to(like.dtype) for total, like in zip(sums, pair, strict=True)
-            ]
-            key_gradients, more_of = pull((parts[0], parts[1]))
+            *parts, of_index_keys = (total[begin:end] for total in sums)
+            parts = [part.to(like.dtype) for part, like in zip(parts, pair, strict=True)]
+            key_gradients, more_of = pull((*parts, of_index_keys))
             of_weights = [*map(sum_of, of_weights, more_of)]
             level, begin = context.cache.level(context.index, number), end
             context.cache.add(layer, context.index, level, key_gradients)
@@ -299,9 +334,72 @@ class _SparseAttention(torch.autograd.Function):
         sent_back = context.cache.take(layer, context.index) if context.inner else None
         if sent_back is not None:
             shared.returned(context, sent_back, own)
+        if loss is not None:
+            returned = 0 if sent_back is None else sent_back[2]
+            of_index[1] = (sums[2][begin:] + returned).to(saved[1].dtype)
         context.leave(layer, backward=True)
         zeros = (out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.indexer)
-        return query_grad, *own, None, *of_weights, *zeros
+        return query_grad, *own, None, *of_index, *of_weights, *zeros
+
+
+def _pool_gradients(
+    call: _SparseCall, query: Tensor, pool: KeyValue, chosen: Sequence[Tensor], out_grad: Tensor
+) -> list[Tensor]:
+    """Of queries, and in fp32 or wider of keys and values of the pool; arguments as there."""
+    sums = [torch.zeros_like(tensor, dtype=wider(tensor.dtype)) for tensor in pool]
+    query_grad = torch.empty_like(query)
+    visible = seen_of(call.context, call.shared.num_heads, query.device)
+    for (first, stop, rows), picked in zip(visible, chosen, strict=True):
+        provided = [query[first:stop], *(tensor[rows] for tensor in pool)]
+        gradients = _chosen_gradients(
+            provided, out_grad[first:stop], _mask(picked, len(rows)), call.shared
+        )
+        query_grad[first:stop] = gradients[0]
+        for total, extra in zip(sums, gradients[1:], strict=True):
+            total.index_add_(0, rows, extra.to(total.dtype))
+    return [query_grad, *sums]
+
+
+def _index_gradients(
+    call: _SparseCall,
+    loss: IndexerLoss,
+    own: Index,
+    read: Sequence[Payload],
+    query: Tensor,
+    keys: Tensor,
+    chosen: Sequence[Tensor],
+) -> Index:
+    """Of the loss of a segment's indexer, where keys are those of the pool, in fp32 or wider.
+
+    Args:
+        loss: is told of divergences.
+        own: what the indexer made of the segment.
+        read: see `_SparseCall`.
+        query: of attention, [positions, heads, dim].
+        keys: of attention, [keys of the pool, heads, dim].
+        chosen: keys, of every span's queries.
+    """
+    context, shared = call.context, call.shared
+    index_keys = torch.cat([*(payload[2] for payload in read), own.key])
+    key_sum = torch.zeros_like(index_keys, dtype=wider(own.key.dtype))
+    result = Index(torch.zeros_like(own.query), key_sum, torch.zeros_like(own.weight))
+    weights = loss.weights(context.index)
+    visible = seen_of(context, shared.num_heads, query.device)
+    for (first, stop, rows), picked in zip(visible, chosen, strict=True):
+        local = Index(own.query[first:stop], index_keys[rows], own.weight[first:stop])
+        gradients = shared.index_gradients(
+            loss, local, (query[first:stop], keys[rows]), picked, weights[first:stop]
+        )
+        result.query[first:stop], result.weight[first:stop] = gradients.query, gradients.weight
+        key_sum.index_add_(0, rows, gradients.key.to(key_sum.dtype))
+    return result
+
+
+def index_scores(index: Index, has_relu: bool) -> Tensor:
+    """Of keys by the indexer, summed over its heads, [queries, keys]."""
+    wide = wider(index.query.dtype)
+    scores = torch.einsum("shd,td->sht", index.query.to(wide), index.key.to(wide))
+    return ((scores.relu() if has_relu else scores) * index.weight.unsqueeze(-1)).sum(1)
 
 
 def choose(index: Index, topk: int, has_relu: bool = True) -> tuple[Tensor, Tensor]:
@@ -314,9 +412,7 @@ def choose(index: Index, topk: int, has_relu: bool = True) -> tuple[Tensor, Tens
         topk: how many keys a query sees at most.
         has_relu: whether scores of a head below zero count as zero.
     """
-    wide = wider(index.query.dtype)
-    scores = torch.einsum("shd,td->sht", index.query.to(wide), index.key.to(wide))
-    scores = ((scores.relu() if has_relu else scores) * index.weight.unsqueeze(-1)).sum(1)
+    scores = index_scores(index, has_relu)
     hidden = ~_causal(scores.shape[0], scores.shape[1], scores.device)
     scores.masked_fill_(hidden, float("-inf"))
     num = min(topk, scores.shape[1])

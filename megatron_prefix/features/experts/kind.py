@@ -11,6 +11,7 @@ from typing import Any
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Kind, Override, Running, Slot
 from megatron_prefix.layers.mlp import matrices
+from megatron_prefix.layers.model import balancing
 from megatron_prefix.plan.layer_numbers import LayerWork
 from megatron_prefix.refusals.table import OTHER_ROUTER
 
@@ -49,6 +50,11 @@ class Experts(Kind):
         an_expert = matrices(config) * width + 1
         weights: int = ((config.num_moe_experts or 0) * an_expert + always) * config.hidden_size
         return weights
+
+    def counts(self, config: Any) -> bool:
+        """See Kind: losses of routers, and their bias by load."""
+        others = "moe_router_enable_expert_bias", "moe_z_loss_coeff"
+        return bool(balancing(config)) or any(getattr(config, name, None) for name in others)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         from megatron.core.transformer.moe.router import TopKRouter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,10 +23,13 @@ Distance = tuple[float, float, str]
 
 
 def logged_ahead() -> dict[str, Tensor]:
-    """Megatron's log of multi-token prediction; its own tensor."""
+    """Megatron's logs of multi-token prediction and of sparse attention; its own tensors."""
     tracker = MTPLossLoggingHelper.tracker
-    values = tracker.get("values", tracker.get("loss_values"))  # the latter since 0.19
-    return {} if values is None else {"mtp_loss": values}
+    name = "values" if "values" in tracker else "loss_values"  # the latter since 0.19
+    module = sys.modules.get("megatron.core.transformer.experimental_attention_variant.dsa")
+    of_indexer = {} if module is None else module.DSAIndexerLossLoggingHelper.tracker
+    logs = ("mtp_loss", tracker.get(name)), ("indexer_loss", of_indexer.get("values"))
+    return {name: values for name, values in logs if values is not None}
 
 
 def auxiliary(rank: Rank) -> dict[str, Tensor]:
@@ -33,7 +37,11 @@ def auxiliary(rank: Rank) -> dict[str, Tensor]:
     a training step together call this."""
     logged = dict(logged_losses()) if rank.model.has_experts else {}
     # Another model of the process may have logged.
-    logged |= logged_ahead() if rank.model.looks_ahead else {}
+    in_model = {
+        "mtp_loss": rank.model.looks_ahead,
+        "indexer_loss": getattr(rank.config, "dsa_indexer_loss_coeff", None),
+    }
+    logged |= {name: values for name, values in logged_ahead().items() if in_model[name]}
     # Parts of a span may be another data-parallel rank's.
     groups = [] if rank.forward_only else [rank.groups.tp, rank.data_ranks or rank.groups.cp]
     sums = {}

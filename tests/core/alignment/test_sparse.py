@@ -1,5 +1,5 @@
 """DeepSeek's sparse attention under the prefix schedule in fp64, against plain autograd and the
-stock schedule; its indexer is not trained."""
+stock schedule; what of its indexer's loss is refused."""
 
 from types import SimpleNamespace as Namespace
 
@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.context_parallel.slices import check_slices
+from megatron_prefix.features.dsa import loss
 from megatron_prefix.features.dsa import sparse as blocks
 from megatron_prefix.features.dsa.kind import DSA
 from megatron_prefix.features.dsa.sparse import Index, Sparse, choose
@@ -95,6 +96,21 @@ def test_an_indexer_that_is_trained_gets_zeros():
     assert own and all(one is not None and not one.any() for one in own.values())
 
 
+def test_what_of_an_indexers_loss_is_refused(monkeypatch):
+    monkeypatch.setattr(loss, "is_since", lambda _: True)
+    model = language_model(model_of({}, wrap_ddp=False))
+    model.decoder.layers[-1].self_attention.core_attention.indexer.linear_wk.requires_grad_(False)
+    facts = Namespace(looks_ahead=1)
+    rank = Namespace(language_models=[model], model=facts, scale_functions=[print])
+    part = loss.IndexerLoss(None, rank, None)
+    names = ("multi-token prediction", "a grad_scale_func of the trainer's own", "frozen weights")
+    for name, reason in zip(names, part.refusals(), strict=True):
+        assert f"with {name}" in reason.text
+    pack = {"packed_seq_params": Namespace(real_token_mask_q=torch.ones(1))}
+    with pytest.raises(CannotShare, match="real_token_mask_q of a pack"):
+        part.read(Namespace(calls=lambda _: [{"packed_seq_params": None}, pack]))
+
+
 class Shape:
     """A spec with an indexer, as Megatron's config has it."""
 
@@ -118,14 +134,9 @@ def test_work_and_weights_are_those_of_the_modules():
     assert {*weights} == {DSA().parameters(Shape())}
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"dsa_indexer_loss_coeff": 0.01}, "the dense loss of DSA's indexer"),
-    ({"dsa_indexer_loss_coeff": 0.01, "dsa_indexer_use_sparse_loss": True}, "the sparse loss"),
-    ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-     "DSA with core_attn in recompute_modules"),
-])  # fmt: skip
-def test_what_is_refused(fields, message):
-    with pytest.raises(CannotShare, match=message):
+def test_recomputed_attention_is_refused():
+    fields = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    with pytest.raises(CannotShare, match="DSA with core_attn in recompute_modules"):
         hybrid.report_of(model_of(fields))
 
 
