@@ -88,9 +88,11 @@ def test_a_frozen_indexer_has_no_gradient():
             assert largest <= EXACT * expected.terms[name], name
 
 
-def test_an_indexer_that_is_trained_gets_zeros():
-    """Not nothing: whoever reduces gradients when they come waits for each of them."""
-    model = model_of({}, wrap_ddp=False)
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_an_indexer_that_is_trained_gets_zeros(coefficient):
+    """Not nothing: whoever reduces gradients when they come waits for each of them. A loss is of
+    training mode alone."""
+    model = model_of({"dsa_indexer_loss_coeff": coefficient}, wrap_ddp=False).eval()
     steps.call(schedule_with(chunk_tokens=7), steps.Contract().step, model, hybrid.items())
     own = {name: one.grad for name, one in model.named_parameters() if ".indexer." in name}
     assert own and all(one is not None and not one.any() for one in own.values())
