@@ -1275,6 +1275,7 @@ _DSA = (
         "features/dsa/sparse.py",
         "loss_of(context.parts) if self._core.training else None",
         "loss_of(context.parts)",
+        tests="tests/core/alignment/test_sparse.py -k gets_zeros",
     ),
     _indexer_loss(
         "queries-untrained",

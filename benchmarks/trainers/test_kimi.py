@@ -37,7 +37,7 @@ PACKAGES = ("miles", "miles.backends", "miles.backends.megatron_utils")
 FORMS = {"one": ("one", "thd"), "tp2_sp": ("one",), "pp2": ("one",), "ep2": ("one",)}
 RAN = [
     *(("bridge", layout) for layout in FORMS),
-    *(("miles", layout) for layout in ("one", "tp2_sp", "pp2", "cp2")),
+    *(("miles", layout) for layout in ("one", "tp2_sp", "pp2", "cp2", "ep2")),
 ]
 
 
@@ -70,6 +70,18 @@ def _exact(language: Any) -> None:
             parameter.sequence_parallel = language.config.sequence_parallel
     for layer in language.decoder.layers:
         keep_float64(layer)
+        if hasattr(layer.mlp, "router"):
+            layer.mlp.forward = _without_tokens(layer.mlp.forward)
+
+
+def _without_tokens(stock: Any) -> Any:
+    """The forward of experts, as miles' fork of Megatron has it: it takes tokens for routers by
+    hash, which Kimi K3 has none of."""
+
+    def forward(x: torch.Tensor, *args: Any, input_ids: Any = None, **options: Any) -> Any:
+        return stock(x, *args, **options)
+
+    return forward
 
 
 @contextlib.contextmanager

@@ -49,6 +49,8 @@ class Parts(NamedTuple):
 
     def whole(self, x: Tensor) -> Tensor:
         """[1, all positions, ...]; gradients are summed."""
+        if len(x) > 1:
+            raise ValueError("The batch size is expected to be 1 when using `cu_seqlens`.")
         return gather_from_sequence_parallel_region(x[0], group=self.group)[None]
 
     def own(self, x: Tensor) -> Tensor:
