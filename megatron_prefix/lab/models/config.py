@@ -8,13 +8,13 @@ import importlib.util
 import math
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from megatron_prefix.errors import UserError, listed, shown
-from megatron_prefix.lab.models.presets import LATENT, ModelSpec, YarnScaling
+from megatron_prefix.lab.models.presets import AHEAD, LATENT, ModelSpec, YarnScaling
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.layers.precision import segment_multiple
 
@@ -173,9 +173,18 @@ def transformer_config(
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
         with megatrons_refusals(spec):
-            latent = values["multi_latent_attention"]
-            config = (MLATransformerConfig if latent else TransformerConfig)(**values)
+            kind = MLATransformerConfig if values["multi_latent_attention"] else TransformerConfig
+            _check_known(kind, values)
+            config = kind(**values)
     return _with_yarn(config, spec)
+
+
+def _check_known(kind: type, values: Mapping[str, Any]) -> None:
+    missing = [name for name in AHEAD if name in values and not hasattr(kind, name)]
+    if missing:
+        raise UserError(
+            f"this release of Megatron-Core has no {missing[0]}; use a newer one, or leave it out"
+        )
 
 
 @contextlib.contextmanager
@@ -226,6 +235,9 @@ def _fields(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
         values |= {name: getattr(spec, name) for name in ("rotary_base", "rotary_percent")}
     else:
         values = {name: value for name, value in values.items() if name not in LATENT}
+    for name in AHEAD:
+        if not values[name]:
+            del values[name]
     if isinstance(spec.window_attn_skip_freq, tuple):
         values["window_attn_skip_freq"] = [*spec.window_attn_skip_freq]
     return {

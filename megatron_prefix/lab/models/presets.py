@@ -34,6 +34,8 @@ _FROM_ZERO = (
 _MAY_BE_NONE = (
     *("moe_z_loss_coeff", "moe_router_topk_scaling_factor", "activation_func_clamp_value"),
 )
+AHEAD = "mtp_use_repeated_layer", "mtp_detach_heads"
+"""Fields of multi-token prediction that not every release of Megatron-Core has."""
 LATENT = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings"),
@@ -146,6 +148,8 @@ class ModelSpec:
     mamba_num_heads: None: as many as make twice the hidden size. mamba_num_groups: of B and C.
     mtp_num_layers: layers of multi-token prediction; None: there are none. In a hybrid model each
     is a stack of layers with symbols mtp_hybrid_override_pattern.
+    mtp_use_repeated_layer: one such layer runs for every label (megatron-core 0.17).
+    mtp_detach_heads: their loss trains nothing but them (megatron-core 0.19).
     fp8: "e4m3" or "hybrid": transformer-engine's linear layers compute in FP8, with scales by
     fp8_recipe, which must be "blockwise" or, on Blackwell, "mxfp8".
     """
@@ -221,6 +225,8 @@ class ModelSpec:
     mamba_num_groups: int = 8
     mamba_num_heads: int | None = None
     mtp_num_layers: int | None = None
+    mtp_use_repeated_layer: bool = False
+    mtp_detach_heads: bool = False
     fp8: str | None = None
     fp8_recipe: str = "delayed"
 
@@ -355,6 +361,11 @@ class ModelSpec:
             "mtp_hybrid_override_pattern goes with hybrid_override_pattern and mtp_num_layers; set"
             " all three or leave it out",
         )
+        for name in AHEAD:
+            self._require(
+                bool(self.mtp_num_layers) or not getattr(self, name),
+                f"{name} goes with mtp_num_layers; set both or leave it out",
+            )
         if variant:
             self._require_size("linear_attention_freq")
         if pattern:
@@ -458,7 +469,8 @@ class ModelSpec:
         """Parameters of the whole model, without norms and biases; an open vocabulary counts 0."""
         tables = (1 if self.tie_embeddings else 2) * (self.vocab_size or 0) * self.hidden_size
         layers = sum(self.layer_parameters(layer) for layer in range(self.num_layers))
-        ahead = sum(kind.parameters(self) for layer in behind_decoder(self) for kind in layer)
+        behind = behind_decoder(self)[: 1 if self.mtp_use_repeated_layer else None]
+        ahead = sum(kind.parameters(self) for layer in behind for kind in layer)
         return tables + layers + ahead
 
 

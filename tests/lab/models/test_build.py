@@ -16,6 +16,7 @@ from megatron_prefix.lab.models.logprobs import vocab_parallel_log_probs
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.layers.releases import is_since
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 
@@ -159,6 +160,7 @@ def train_one_step(name, layout, dtype):
 
 TERMS = LENGTH * NUM_MICROBATCHES  # tokens behind one element of a weight gradient
 SP = {"sequence_parallel": True}
+OLDER = pytest.mark.skipif(is_since("0.19"), reason="megatron-core 0.19 has it")
 FIELDS = {field.name for field in dataclasses.fields(ModelSpec)}
 
 
@@ -242,6 +244,8 @@ def test_weights_depend_on_seed_and_name_only():
      r"GiB per rank do not fit in the [\d.]+ GiB of this machine"),
     ("tiny-moe", Layout(), {"num_moe_experts": 1, "moe_router_topk": 1},
      r"tiny-moe.: Megatron-Core refuses .*topk is 1"),
+    pytest.param("tiny-llama", Layout(), {"mtp_num_layers": 1, "mtp_detach_heads": True},
+     "Megatron-Core has no mtp_detach_heads", marks=OLDER),
 ])  # fmt: skip
 def test_what_cannot_be_built_is_refused(name, layout, options, message):
     fields = {key: value for key, value in options.items() if key in FIELDS}

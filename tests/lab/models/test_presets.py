@@ -59,6 +59,7 @@ def test_the_vocabulary_comes_from_the_rollouts_or_holds_them():
                        "linear_attention_freq": 4},
      "multi_latent_attention has no"),
     ("tiny-deepseek", {"mscale": math.nan}, "mscale nan must be a finite number"),
+    ("tiny-llama", {"mtp_detach_heads": True}, "mtp_detach_heads goes with mtp_num_layers"),
     ("tiny-nemotron-h", {"num_layers": 8}, "6 symbols for 8 layers"),
     ("tiny-nemotron-h", {"hybrid_override_pattern": "M?M"},
      r"hybrid_override_pattern 'M.M' has .: use M Mamba2, G GatedDeltaNet, "),
