@@ -1771,6 +1771,12 @@ _VERSIONS = (
         "Version(release.public) != OF_SLIME", "release != OF_SLIME", _ON_MODELS,
     ),
     _versions(
+        "forwards-without-a-signature", "megatron/install.py",
+        "functools.wraps(inner.forward)(replacement(inner, inner.forward))",
+        "replacement(inner, inner.forward)",
+        "tests/core/megatron/test_features.py -k signature",
+    ),
+    _versions(
         "doctor-says-nothing-of-trainers", "lab/cli/doctor.py",
         "versions.untested(trainers.TRAINERS)", "versions.untested(())",
         "tests/lab/cli/test_doctor.py -k listed_with",

@@ -35,7 +35,7 @@ from megatron_prefix.refusals.table import (
     NOT_CAUSAL,
     OTHER_SENT,
     RECORDS_ROUTES,
-    TWO_CALLS,
+    SWITCHED,
     UNMARKED_BIAS,
 )
 from tests.core.trainers.both import Step
@@ -197,7 +197,7 @@ TRAINERS = {
          "dp2-dpo-auto", "1-kto", "1-kto-kl", "tp2-kto-kl", "1-kto-kl-full", "1-kto-kl-auto",
          "1-rm", "tp2-rm", "pp2-rm", "1-rm-auto", "1-gkd", "tp2-gkd", "pp2-gkd", "1-gkd-auto",
          "1-sft", "tp2-sft", "pp2-sft", "1-sft-auto"),
-        stock={"pp2-dpo-auto": TWO_CALLS, "pp2-dpo-full-auto": OTHER_SENT},
+        stock={"pp2-dpo-auto": SWITCHED, "pp2-dpo-full-auto": OTHER_SENT},
     ),
     "SkyRL, megatron_model_wrapper": Trainer(
         "skyrl_steps", ("SkyRL", "SkyRL/skyrl-gym", "verl"),

@@ -63,11 +63,23 @@ def microbatches(spec: Any) -> list[dict[str, Any]]:
             start = int(mask[row].argmax())
             table[row, start : start + len(own)], padded[row, start : start + len(own)] = own, 0
         columns |= {"rollout_expert_indices": table, "router_padding_mask": padded.bool()}
-    return [
+    found = [
         {name: column[start : start + SIZE] for name, column in columns.items()}
         | {"num_actions": ANSWER, "num_microbatches": num // SIZE, **absent}
         for start in range(0, num, SIZE)
     ]
+    return found if absent else list(map(with_packed_routes, found))
+
+
+def with_packed_routes(batch: dict[str, Any]) -> dict[str, Any]:
+    """Since 0.4 routes are those of tokens, one rollout's behind the other's."""
+    try:
+        from skyrl.backends.skyrl_train.utils.packed_tensor import PackedTensor
+    except ImportError:
+        return batch
+    rows_of = zip(batch["rollout_expert_indices"], batch["attention_mask"].bool(), strict=True)
+    packed = PackedTensor.from_segments([table[is_token] for table, is_token in rows_of])
+    return {**batch, "rollout_expert_indices": packed}
 
 
 def steps(name: str) -> list[Step]:

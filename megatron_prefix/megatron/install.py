@@ -24,6 +24,7 @@ recomputation runs the forward there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -436,7 +437,8 @@ def uninstall(model: nn.Module) -> None:
 def intercepted(
     model: nn.Module, replacement: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 ) -> contextlib.AbstractContextManager[None]:
-    """Replaces the `forward` of a language model for the time of a step.
+    """Replaces the `forward` of a language model for the time of a step; it keeps its signature,
+    which trainers ask (SkyRL since 0.4).
 
     Args:
         replacement: (language model, its present `forward`) -> what replaces it.
@@ -444,7 +446,7 @@ def intercepted(
     inner = language_model(model)
     owner = families.calls_parent(inner)
     if owner is None:
-        return replaced(inner, replacement(inner, inner.forward))
+        return replaced(inner, functools.wraps(inner.forward)(replacement(inner, inner.forward)))
     return parents.replaced(inner, owner, replacement(inner, parents.forward(inner, owner)))
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.features.host.part import offload_refusal
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron import features
-from megatron_prefix.megatron.install import install
+from megatron_prefix.megatron.install import install, intercepted
 from megatron_prefix.refusals import table
 from megatron_prefix.refusals.table import OPTIONS
 from megatron_prefix.trainers.table import VERL
@@ -267,6 +268,12 @@ def test_a_model_is_checked_with_a_line_about_versions(model, monkeypatch):
     monkeypatch.setattr(features.versions, "warn_untested", said := [].append)
     features.check(unwrap(model), model)
     assert said.__self__ == [VERL]
+
+
+def test_a_forward_in_anothers_place_keeps_its_signature(model):
+    """SkyRL looks there for `output_processor`."""
+    with intercepted(model, lambda _, stock: lambda *args, **kwargs: stock(*args, **kwargs)):
+        assert "attention_mask" in inspect.signature(unwrap(model).forward).parameters
 
 
 @pytest.mark.parametrize(("ranks", "marks", "refused"), [
