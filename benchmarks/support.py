@@ -1,7 +1,7 @@
 """What ran where, for docs/support.md and docs/families/models.md: from the tables of trainers and
 versions, the rows of benchmarks/results, and for the CPU also from the rows that tests compare.
 
-python -m benchmarks.support            # writes the tables anew
+python -m benchmarks.support            # writes the tables anew, and prints them
 """
 
 from __future__ import annotations
@@ -288,5 +288,7 @@ def written(text: str, rows: Sequence[Row]) -> str:
 
 if __name__ == "__main__":
     for page in (PAGE, MODELS_PAGE):
-        page.write_text(written(page.read_text(encoding="utf-8"), read()), encoding="utf-8")
+        text = written(page.read_text(encoding="utf-8"), read())
+        page.write_text(text, encoding="utf-8")
+        print(*(found[3] for found in PART.finditer(text)), sep="\n")
     sys.exit(0)

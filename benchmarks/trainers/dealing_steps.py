@@ -114,8 +114,7 @@ def steps(name: str) -> list[Step]:
     if trainer == "miles":
         miles_steps.prepare()
     else:
-        accelerator: Any = importlib.import_module("slime.utils.accelerator")
-        accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
+        slime_steps.on_cpu()
     ARGUMENTS.use_dynamic_batch_size = "static" not in name
     ARGUMENTS.micro_batch_size = 2 if "static" in name else 1
     ARGUMENTS.calculate_per_token_loss = "tokens" in name

@@ -18,7 +18,7 @@ from megatron_prefix.trainers.trainer import Trainer, version_of
 logger = logging.getLogger(__name__)
 
 TESTED = {
-    "torch": ("2.11.0 to 2.13.0",),
+    "torch": ("2.8.0 to 2.15.0",),
     "megatron-core": ("0.16.0rc0", "0.16.1 to 0.19.2"),  # the first is what slime brings
     "transformer-engine": ("2.11.0",),
     "flash-attn-4": ("4.0.0b36",),

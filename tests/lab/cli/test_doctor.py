@@ -10,6 +10,7 @@ from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.megatron import features
 from megatron_prefix.refusals.table import GROUPS, TABLE
 from megatron_prefix.trainers import TRAINERS
+from megatron_prefix.trainers.table import VERL
 from tests.harness.command_line import forked, printed
 
 REQUIREMENTS = [
@@ -142,16 +143,15 @@ def test_installed_trainers_are_listed_with_tried_versions(monkeypatch, capsys):
     assert {f"{one.name} 1.0" for one in TRAINERS} <= {*doctor.examine("cpu")["untested"]}
     found = doctor._trainers()
     assert found.keys() == {"verl"}
-    assert (found["verl"]["version"], found["verl"]["tried"]) == ("1.0", ["0.9.1"])
+    assert (found["verl"]["version"], found["verl"]["tried"]) == ("1.0", [*VERL.tried])
     doctor.show({**EMPTY, "trainers": found, "untested": ["verl 1.0", "torch 3.0"]})
     said = " ".join(capsys.readouterr().out.split())
     assert "not tested verl 1.0, torch 3.0; run with verify=2" in said
-    assert "verl 1.0 tried: 0.9.1; on by MEGATRON_PREFIX_MODE=auto" in said
+    assert f"verl 1.0 tried: {', '.join(VERL.tried)}; on by MEGATRON_PREFIX_MODE=auto" in said
 
 
 EMPTY = {
-    "ok": True, "problems": [], "device": "cpu", "versions": {}, "devices": [], "kernels": {},
-    "untested": [],
-    "chosen": {}, "why": {}, "recurrent": {}, "untried": [], "stock_packs": None, "refusals": [],
-    "extras": {}, "model": None,
+    "ok": True, "problems": [], "device": "cpu", "versions": {}, "untested": [], "devices": [],
+    "kernels": {}, "chosen": {}, "why": {}, "recurrent": {}, "untried": [], "stock_packs": None,
+    "refusals": [], "extras": {}, "model": None,
 }  # fmt: skip
