@@ -942,6 +942,7 @@ _OWN_SPARSE_RANKS = (
 )
 _own_sparse = _area("own-dsa", _OWN_SPARSE)
 _LAYER = "features/own_dsa/layer.py"
+_replaying = _area("own-replay", "benchmarks/trainers/test_own_sparse.py -k choices")
 _OWN_DSA = (
     _own_sparse(
         "keys-of-later-queries",
@@ -958,8 +959,8 @@ _OWN_DSA = (
     _own_sparse(
         "one-row-too-few",
         _LAYER,
-        "chosen[local] = places.masked_fill(best < 0, -1)",
-        "chosen[local] = places.masked_fill(best <= 0, -1)",
+        "return places.masked_fill(best < 0, -1)",
+        "return places.masked_fill(best <= 0, -1)",
     ),
     _own_sparse("rows-that-nobody-chose", _LAYER, "places.masked_fill(best < 0, -1)", "places"),
     _own_sparse(
@@ -1038,12 +1039,6 @@ _OWN_DSA = (
         "called >= _CALLS[method]",
     ),
     _own_sparse(
-        "replay-not-refused",
-        "features/own_dsa/kind.py",
-        'if getattr(replay, "enabled", False):',
-        "if False:",
-    ),
-    _own_sparse(
         "followers-choose",
         "features/own_dsa/kind.py",
         "is_own = module is not None and module.skip_topk is self.follows",
@@ -1075,6 +1070,96 @@ _OWN_DSA = (
         "features/context_parallel/slices.py",
         "part.kind.slices is not cut",
         "False",
+    ),
+    _replaying(
+        "order-of-places-counts",
+        "features/own_dsa/replay.py",
+        ".masked_fill(places < 0, 0).sum(1)",
+        ".masked_fill(places < 0, 0).cumsum(1).sum(1)",
+    ),
+    _replaying(
+        "last-layer-alone",
+        "features/own_dsa/replay.py",
+        "total = spread if total is None else total + spread",
+        "total = spread",
+    ),
+    _replaying(
+        "layers-alike",
+        "features/own_dsa/replay.py",
+        "for places, _ in rows]) * module.layer_number",
+        "for places, _ in rows])",
+    ),
+    _replaying(
+        "places-in-packs",
+        "features/own_dsa/replay.py",
+        "        return torch.where(rows < 0, rows, rows - starts[:, None]), positions",
+        "        return rows, positions",
+    ),
+    _replaying(
+        "later-positions-not-refused",
+        "features/own_dsa/replay.py",
+        "        if is_late:",
+        "        if None:",
+    ),
+    _replaying(
+        "record-not-refused",
+        "features/own_dsa/replay.py",
+        "        if call is not None and call.action == RECORD:",
+        "        if None:",
+    ),
+    _replaying(
+        "passes-not-refused",
+        "features/own_dsa/replay.py",
+        "        if self._entries and self.rank.forward_only:",
+        "        if None:",
+    ),
+    _replaying(
+        "other-numbers-not-refused",
+        "features/own_dsa/replay.py",
+        "            if [*map(len, entries)] != [sum(layout.lengths) for layout in every]:",
+        "            if None:",
+    ),
+    _replaying(
+        "context-parallelism-not-refused",
+        "features/own_dsa/replay.py",
+        "        if self.rank.groups.cp.size() > 1:",
+        "        if None:",
+    ),
+    _replaying(
+        "another-rollout",
+        "features/own_dsa/replay.py",
+        "rows = entries[microbatch][begin + span.start : begin + span.end]",
+        "rows = entries[microbatch][span.start : span.end]",
+    ),
+    _replaying(
+        "rows-of-the-pack-followed",
+        "features/own_dsa/replay.py",
+        "            parts.append(torch.where(rows < 0, rows, rows - begin))",
+        "            parts.append(rows)",
+    ),
+    _replaying(
+        "no-rows-of-padding",
+        "features/own_dsa/replay.py",
+        "            parts.append(rows.new_full((span.padded - span.length, rows.shape[1]), -1))",
+        "            pass",
+    ),
+    _replaying(
+        "queues-left",
+        "features/own_dsa/replay.py",
+        "            self._queue(module).passed(len(entries)",
+        "            self._queue(module).passed(0",
+    ),
+    _replaying(
+        "kept-behind-a-step",
+        "features/own_dsa/replay.py",
+        '        """See StepPart."""\n        self._forest = None',
+        '        """See StepPart."""',
+    ),
+    _replaying(
+        "blind-queries-see-nothing",
+        "features/own_dsa/layer.py",
+        "    best = torch.where((best < 0).all(1, keepdim=True), first.to(best.dtype), best)\n",
+        "",
     ),
 )
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import itertools
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_model
@@ -27,7 +29,9 @@ from torch import Tensor, nn
 from benchmarks.trainers.te_core import TEDotProductAttention
 from megatron_prefix.lab.platforms import sparse_kernels
 from megatron_prefix.tree.cp_layout import Slices
+from tests.harness import queues
 from tests.harness.sparse import HEADS, TOPK, WIDTH
+from tests.oracle import trainer
 
 
 class _Plain(nn.Linear):
@@ -141,6 +145,41 @@ def in_layout(trainer: str, name: str) -> contextlib.AbstractContextManager[None
     """Models of a layout whose name has "dsa" have a trainer's own layers: in pairs, of which
     the first chooses."""
     return real_sparse(trainer, 2, 1) if "dsa" in name else contextlib.nullcontext()
+
+
+def choices(batch: Any, layer: int) -> Tensor:
+    """What a sampler's indexer may have chosen in a microbatch, as places in its pack: copies of a
+    prompt have the same, and last positions without loss none."""
+    entry = torch.full((batch["tokens"].numel(), TOPK), -1, dtype=torch.int32)
+    seeds = [[layer, *numbers] for numbers in batch["routes"][0].flatten(1).tolist()]
+    for start, stop in itertools.pairwise(batch["ends_padded"].tolist()):
+        for place in range(start, stop):
+            if batch["loss_mask"][0, place] or place + 1 < stop:  # of a last one miles has none
+                drawn = np.random.default_rng(seeds[place]).permutation(place - start + 1)[:TOPK]
+                entry[place, : len(drawn)] = torch.from_numpy(drawn + start)
+    return entry
+
+
+@contextlib.contextmanager
+def replaying() -> Iterator[None]:
+    """Models that are built meanwhile have miles' layers, whose indexers replay such choices."""
+    replays = importlib.import_module("miles.utils.replay_base")
+    manager = replays.indexer_replay_manager
+
+    def fill(self: trainer.Trainer) -> None:
+        for module in self._modules():
+            if (queue := getattr(module, "indexer_replay", None)) is not None:
+                queue.clear()
+                entries = [choices(batch, module.layer_number) for batch in self.found]
+                queue.top_indices_list += entries
+
+    stages = staticmethod(lambda stage: setattr(manager, "stage", stage))
+    with (
+        real_sparse("miles", 2, 1), mock.patch.object(manager, "enabled", True),
+        mock.patch.object(trainer.Trainer, "_fill_queues", fill),
+        mock.patch.object(queues.Entries, "set_stages", stages),
+    ):  # fmt: skip
+        yield
 
 
 @contextlib.contextmanager

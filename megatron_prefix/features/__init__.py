@@ -188,6 +188,14 @@ def may_replay(config: Any) -> bool:
     return any(manager.enabled for manager in miles)
 
 
+def replays_choices(config: Any) -> bool:
+    """Whether indexers of a trainer's own sparse attention may replay, by miles' queues; the same
+    on all ranks."""
+    replay = sys.modules.get("miles.utils.replay_base")
+    manager = getattr(replay, "indexer_replay_manager", None)
+    return _has_own_indexer(config) and bool(getattr(manager, "enabled", False))
+
+
 def _is_routed(_: PrefixConfig, rank: Rank) -> bool:
     if not rank.model.has_experts or may_replay(rank.config):
         return rank.model.has_experts
@@ -290,6 +298,11 @@ PARTS: tuple[Feature, ...] = (
             and getattr(rank.config, "dsa_indexer_loss_coeff", None)
             and not rank.forward_only
         ),
+    ),
+    Feature(
+        "the replay of an indexer's choices",
+        f"{_FOLDER}own_dsa.replay:IndexerReplay",
+        lambda _, rank: replays_choices(rank.config),
     ),
     Feature("quantisers", f"{_FOLDER}qat.quantisers:Quantisers", _may_have_quantisers),
     Feature(

@@ -182,7 +182,7 @@ MAMBA_PATH = Refusal("use_mamba_mem_eff_path off", "module", NOT_YET, "turn it o
 DELTA_CP = Refusal("GatedDeltaNet with context parallelism", "module", NOT_YET, "install megatron-core 0.18 or newer")
 OWN_DSA_ALIGNED = Refusal("slime's sparse attention with …, which makes it SGLang's", "module", NOT_YET, "leave it out: its kernels and rotary positions were not tried in segments")
 OWN_DSA_MTP = Refusal("a trainer's own sparse attention with multi-token prediction", "module", NOT_YET, "leave --mtp-num-layers out: a layer behind the decoder may follow choices that it does not have")
-OWN_DSA_REPLAY = Refusal("a trainer's own sparse attention that replays an indexer's choices", "module", NOT_YET, "leave --use-indexer-replay and --use-rollout-indexer-replay out: they are one microbatch's")
+OWN_DSA_REPLAY = Refusal("an indexer's choices that replay, …", "module", NOT_YET, "leave --use-indexer-replay and --use-rollout-indexer-replay out")
 OWN_DELTA_CP = Refusal("a trainer's own GatedDeltaNet with context parallelism", "module", NOT_YET, "use tensor parallelism instead, or the stock schedule")
 OWN_DELTA_CUT = Refusal("slime's GatedDeltaNet with context parallelism, whose ranks drop gradients of one another's positions", "module", WRONG, "use tensor parallelism, Megatron's own GatedDeltaNet, or miles' context parallelism by flash-linear-attention: layers below it get wrong gradients in either schedule")
 OWN_DELTA_HEADS = Refusal("a trainer's own … of … and … heads on … context-parallel ranks", "module", NOT_YET, "use a number of ranks that divides both: each runs its part of the heads")
@@ -299,7 +299,7 @@ ACROSS_PLAN = Refusal("across_ranks with a plan file", "ranks", NOT_YET, "leave 
 ACROSS_GATHERS = Refusal("across_ranks with overlap_param_gather", "ranks", NOT_YET, "turn that off, as weights would be gathered in another order on every rank; or set across_ranks to off")
 ACROSS_UNREDUCED = Refusal("across_ranks with a model that is not in Megatron's DistributedDataParallel", "ranks", NOT_YET, "wrap it, say sums_gradients=True to get_forward_backward_func if the trainer itself sums gradients over data-parallel ranks, or set across_ranks to off: until they are summed, a rank's own gradients are not the stock schedule's")
 ACROSS_SCALES = Refusal("across_ranks with multi-token prediction and a function of the trainer's own that scales its loss (grad_scale_func, mtp_grad_scale_func)", "ranks", NOT_YET, "use the optimizer's scale_loss, or set across_ranks to off: weights of the loss are sent before the function is called")
-ACROSS_INDEXER = Refusal("across_ranks with a loss of DSA's indexer", "ranks", NOT_YET, "set dsa_indexer_loss_coeff to 0, or across_ranks to off: a row counts by its own rank's microbatches alone")
+ACROSS_INDEXER = Refusal("across_ranks with a loss of DSA's indexer, or choices of an indexer that replay", "ranks", NOT_YET, "set dsa_indexer_loss_coeff to 0, leave --use-rollout-indexer-replay out, or set across_ranks to off: rows count by their own rank's microbatches, and choices are known there alone")
 UNEVEN_MICROBATCHES = Refusal("global_aux_loss, and data-parallel ranks with … to … microbatches", "ranks", WRONG, "give all equally many, or use aux_loss", ends=True)
 UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one microbatch", "ranks", NOT_YET, "pad them to one length, or use aux_loss")
 

@@ -26,7 +26,6 @@ from megatron_prefix.refusals.table import (
     OTHER_ROTARY,
     OWN_DSA_ALIGNED,
     OWN_DSA_MTP,
-    OWN_DSA_REPLAY,
     OWN_FORWARD,
 )
 from megatron_prefix.tree.cp_layout import Slices
@@ -121,9 +120,6 @@ class OwnDSA(MLA):
         for switch in _SWITCHES:
             if os.environ.get(switch, "0").strip().lower() not in ("0", "", "false", "no", "off"):
                 yield OWN_DSA_ALIGNED.given(switch)
-        replay = type(module).forward.__globals__.get("indexer_replay_manager")
-        if getattr(replay, "enabled", False):
-            yield OWN_DSA_REPLAY.given()
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_prefix.device.transfer import to_device
 from megatron_prefix.features.own_dsa.kind import WHOLE
+from megatron_prefix.features.own_dsa.replay import choices_of
 from megatron_prefix.layers.blocks.shared import Shared
 from megatron_prefix.layers.rebound import rebound
 from megatron_prefix.sidecar.arena import Payload, TailReading, wider
@@ -186,12 +187,16 @@ class OwnSparse(Shared):
         chosen = query.new_full((len(query), topk), -1, dtype=torch.int32)
         pool = torch.cat([*self.read(context)[1:], key])
         runs = () if self.number == context.keys_only else self.view(context).runs
+        told = choices_of(context.parts, self.module, context.index) if runs else None
         for run in runs:
             first, stop = max(run.first, begin), min(run.stop, self._begin)
             if first >= stop:
                 continue
             rows = run.rows[: len(run.rows) - (run.stop - stop)]
             local, num = slice(first - begin, stop - begin), len(rows)
+            if told is not None:
+                chosen[local] = _rows_of(told[first:stop], rows)
+                continue
             keys = pool.index_select(0, rows)
             if num < topk:  # there must be as many, though not to see
                 keys = torch.cat([keys, keys.new_zeros((topk - num, *keys.shape[1:]))])
@@ -199,8 +204,7 @@ class OwnSparse(Shared):
             _, best = stock(
                 query[local], keys, weight[local], torch.zeros_like(last), last + 1, topk, **options
             )
-            places = rows.index_select(0, best.clamp(min=0).flatten().long()).view_as(best)
-            chosen[local] = places.masked_fill(best < 0, -1).to(torch.int32)
+            chosen[local] = _rows_of(best, rows)
         return query.new_zeros((len(query), 1)), chosen
 
     def _attended(
@@ -307,6 +311,15 @@ class _PoolAttention(torch.autograd.Function):
         context.leave(number, backward=True)
         layer.forget(call.packing)
         return query_grad, own, None, None
+
+
+def _rows_of(best: Tensor, rows: Tensor) -> Tensor:
+    """Rows of the pool by places in a rollout, int32 [queries, topk], -1 for none. A query without
+    any, whose output nobody reads, sees the first ones, as in miles."""
+    first = torch.arange(best.shape[1], device=best.device) % len(rows)
+    best = torch.where((best < 0).all(1, keepdim=True), first.to(best.dtype), best)
+    places = rows.index_select(0, best.clamp(min=0).flatten().long()).view_as(best)
+    return places.masked_fill(best < 0, -1).to(torch.int32)
 
 
 def _view_of(context: SegmentContext) -> _View:

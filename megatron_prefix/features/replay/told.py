@@ -121,10 +121,12 @@ class Queue:
 
     Args:
         queue: the router's own.
+        manager: miles', of queues of something else than routes.
     """
 
-    def __init__(self, queue: Any) -> None:
-        self._queue, self._stages = queue, _stages(type(queue).__module__)
+    def __init__(self, queue: Any, manager: Any = None) -> None:
+        stages = _Manager(manager) if manager else _stages(type(queue).__module__)
+        self._queue, self._stages = queue, stages
 
     def told(self, number: int) -> Told | None:
         """See Replays."""
