@@ -9,7 +9,7 @@ trained; "text": without images.
 "omni2" and "omni3": Qwen2.5-Omni and Qwen3-Omni, whose samples have a clip of sound and images, or,
 with "sound", the clip alone, as most of its recipes have them. "nemotron": Nemotron Omni by
 megatron-core 0.19, whose images behind a sample's first one are videos of two frames; it has Mamba2
-in rows, and none in packs.
+in rows, and none in packs. "mtp": with multi-token prediction, of Nemotron as in its recipe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
 from benchmarks.trainers import te_core, vision_bridge, vision_models, vision_sources  # noqa: E402
-from benchmarks.trainers.nemo_rl_steps import NEWER, loss_of, without_newer  # noqa: E402
+from benchmarks.trainers.nemo_rl_steps import (  # noqa: E402
+    NEWER,
+    further_losses,
+    loss_of,
+    without_newer,
+)
 from megatron_prefix.lab import runtime  # noqa: E402
 from megatron_prefix.lab.models.build import unwrap  # noqa: E402
 from megatron_prefix.trainers.table import NEMO_RL  # noqa: E402
@@ -49,6 +54,11 @@ NEMOTRON = tuple(
     for pattern in ("MEM*", "*E-E")
 )
 """In rows, and in packs, in which Mamba2 needs a GPU."""
+FURTHER = {
+    "qwen3": {"mtp_num_layers": 2}, "qwen35": {"mtp_num_layers": 1},
+    "nemotron": {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+}  # fmt: skip
+"""Fields of multi-token prediction."""
 UNUSED = (
     "megatron.bridge.models.model_provider", "megatron.bridge.training.config",
     "megatron.bridge.training.state", "hydra", "ray", "nemo_rl.models.megatron.setup",
@@ -68,6 +78,9 @@ def model_of(name: str, layout: Any) -> Any:
     fields = EXPERTS if word in ("qwen35", "omni3") else {}
     fields = NEMOTRON["packed" in name] if word == "nemotron" else fields
     options = {"num_layers": 3 * layout.pp, **made.build, "calculate_per_token_loss": True}
+    if "mtp" in name:
+        fields, more = fields | FURTHER[word], word == "nemotron"
+        options |= {"mtp_loss_scaling_factor": 3.0, "mtp_detach_heads": more}
     make = made.make if word in ("qwen2", "nemotron") else functools.partial(_attending, made.make)
     (chunk,) = vision.build(
         made.kind, layout, make=make, spec=made.spec, fields=fields,
@@ -212,6 +225,8 @@ def batches(name: str, layout: Any, config: Any, rows: int) -> list[Any]:
     width = -(-longest // multiple) * multiple
     nemotron = "nemotron" in words(name)
     raw = [batch_of(rollouts[at : at + rows], width, nemotron) for at in range(0, SAMPLES, rows)]
+    for each in raw if "mtp" in name else ():  # as its worker
+        each["mtp_loss_mask"] = each["token_mask"] * each["sample_mask"].unsqueeze(-1)
     return list(
         nemo_data.make_processed_microbatch_iterator(
             iter(raw), config, "input_lengths", multiple, 1, None,
@@ -241,6 +256,8 @@ def steps(name: str) -> list[Step]:
         config_of(name), samples=NEMO_RL.samples, masks_tokens=NEMO_RL.masks_tokens,
         dtype=torch.float64,
     )  # fmt: skip
+    if "mtp" in name:
+        both.left = further_losses
     packed = "packed" in name
     config = {"sequence_packing": {"enabled": packed, "max_total_tokens": 200}}
     # What Qwen2.5-VL sends of several rows is not contiguous, which stock refuses.
@@ -257,6 +274,8 @@ def steps(name: str) -> list[Step]:
         chunk.zero_grad_buffer()
         given = batches(name, layout, config, ROWS if packed else 1)
         trained = sum(float(each.data_dict["token_mask"].sum()) for each in given)
+        for function in ("moe_grad_scale_func", "mtp_grad_scale_func") if "mtp" in name else ():
+            setattr(unwrap(chunk).config, function, lambda: torch.tensor(1 / trained))
         train.megatron_forward_backward(
             chunk, iter(given), len(given), 64, 1, loss_of(name, config, len(given), {}),
             global_valid_seqs=torch.tensor(float(SAMPLES)), global_valid_toks=torch.tensor(trained),

@@ -75,14 +75,17 @@ def qwen3(name: str, config: Any, spec: Any, **options: Any) -> Any:
     )  # fmt: skip
     stages = {name: options[name] for name in ("pre_process", "post_process")}
     made = types.new_class("Made", (Whole, module.Qwen3VLModel))
-    return _older(typed(made(config, spec, vision, **stages)))
+    further = options.get("mtp_block_spec")
+    return _older(typed(made(config, spec, vision, mtp_block_spec=further, **stages)))
 
 
 def _older(model: Any) -> Any:
     """A model whose language model calls the newest Megatron-Core, for an older one."""
     inner = model.language_model
     for name in ("_postprocess", "_preprocess"):
-        setattr(inner, name, _known_only(getattr(inner, name)))
+        stock = getattr(inner, name)
+        if "padding_mask" not in inspect.signature(stock).parameters:
+            setattr(inner, name, _known_only(stock))
     return model
 
 
@@ -176,10 +179,11 @@ def nemotron(name: str, config: Any, spec: Any, **options: Any) -> Any:
     load()
     if core_utils.tex is None:
         core_utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=_zigzag)
-    inner = config.model_spec
+    inner, config.logit_dtype = config.model_spec, None
     pattern, stages = inner.hybrid_override_pattern, config.pipeline_model_parallel_size
     cuts = [len(pattern) * number // stages for number in range(stages + 1)]
     parts = [pattern[start:end] for start, end in itertools.pairwise(cuts)]
+    behind = f"/{inner.mtp_hybrid_override_pattern}" * (inner.mtp_num_layers or 0)
     vision = _radio_config(config)
     projection = copy.deepcopy(vision)
     projection.hidden_size, projection.add_bias_linear = config.hidden_size, False
@@ -194,7 +198,7 @@ def nemotron(name: str, config: Any, spec: Any, **options: Any) -> Any:
         vision_transformer_config=vision, vision_transformer_layer_spec=tower,
         vision_projection_config=projection,
         vision_projection_layer_spec=tower.submodules.mlp.keywords["submodules"],
-        language_position_embedding_type="none", hybrid_layer_pattern="|".join(parts),
+        language_position_embedding_type="none", hybrid_layer_pattern="|".join(parts) + behind,
         add_encoder=options["pre_process"], vision_class_token_len=2,
         radio_force_cpe_eval_mode=True, temporal_patch_dim=2, separate_video_embedder=True,
         **{name: options[name] for name in ("pre_process", "post_process")},

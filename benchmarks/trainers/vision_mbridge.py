@@ -60,6 +60,7 @@ def qwen3_5(name: str, config: Any, spec: Any, **options: Any) -> Any:
         types.SimpleNamespace(vision_config=vision), modeling_qwen3_5.Qwen3_5VisionModel,
         pre_process=options["pre_process"], post_process=options["post_process"],
         language_rotary_base=options["rotary_base"], image_token_id=IMAGE,
+        language_mtp_block_spec=options.get("mtp_block_spec"),
     )  # fmt: skip
     return typed(model)
 

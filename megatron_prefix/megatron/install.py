@@ -121,7 +121,6 @@ class Hooks:
         self.tap: Tap | None = None
         self.kept: dict[Any, Any] = {}
         self._undo_kept: dict[Any, list[Callable[[], None]]] = {}
-        self.turned: Tensor | None = None
         self.angles: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
         try:
@@ -242,7 +241,7 @@ class Hooks:
         try:
             yield
         finally:
-            self.current = self.turned = self.angles = None
+            self.current = self.angles = None
             self.model.post_process = head
 
     def prepare(self, max_position: int) -> None:
@@ -287,7 +286,7 @@ class Hooks:
             angles = self.rotary.of(self._rope, self.current.positions)[0]
             if not isinstance(call_angles, Tensor) or call_angles.shape[1:] != angles.shape[1:]:
                 raise refused(ROTARY_TABLES, described(call_angles))
-            self.turned = kwargs["rotary_pos_emb"] = angles
+            kwargs["rotary_pos_emb"] = angles
         call_angles = kwargs.get("rotary_pos_emb")
         self.angles = call_angles if isinstance(call_angles, Tensor) else None
         return args, kwargs

@@ -30,11 +30,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from benchmarks.vision_model import LanguageModel
-from megatron_prefix.lab.models.build import block_spec, exact_loss, weights
+from megatron_prefix.lab.models.build import _mtp_spec, block_spec, exact_loss, weights
 from megatron_prefix.lab.models.config import transformer_config
 from megatron_prefix.lab.models.local import Float64Kept, keep_float64
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms import cpu
+from megatron_prefix.layers.releases import transformer_layers
 from megatron_prefix.tree import cp_layout
 from tests.harness import calls, hybrid
 
@@ -197,6 +198,10 @@ class VisionLanguage(MegatronModule):
             scatter_embedding_sequence_parallel=False, **options,
         )  # fmt: skip
         self.share_embeddings_and_output_weights = options["share_embeddings_and_output_weights"]
+        vars(self)["embedding"] = own = self.language_model._modules.get("embedding")
+        scatter = tensor_parallel.scatter_to_sequence_parallel_region
+        if config.mtp_num_layers and config.sequence_parallel:  # as mbridge's Qwen3.5
+            vars(self.language_model)["embedding"] = lambda **given: scatter(own(**given))
 
     def shared_embedding_or_output_weight(self) -> Any:
         return self.language_model.shared_embedding_or_output_weight()
@@ -219,13 +224,14 @@ class VisionLanguage(MegatronModule):
             self.language_model.rotary_pos_emb.is_thd_format = True
         if kind.rope:
             position_ids = position_ids[0, ..., held]  # nobody reads them
-        tokens = input_ids[:, held] if kind.gives_tokens else None
+        gives = kind.gives_tokens or self.config.mtp_num_layers
+        tokens = input_ids[:, held] if gives else None
         return self.language_model(
             input_ids=tokens, position_ids=position_ids, attention_mask=None, **given, **named
         )
 
     def _embedded(self, tokens: Tensor, pixels: Tensor | None, grids: Any) -> dict[str, Any]:
-        rows = self.language_model.embedding(input_ids=tokens, position_ids=None).clone()
+        rows = self.embedding(input_ids=tokens, position_ids=None).clone()
         rows, mask, deep = rows.transpose(0, 1).contiguous(), tokens == IMAGE, []
         if pixels is not None:
             seen, deep = self.vision_model(hidden_states=pixels, grid_thw=grids)  # type: ignore[misc]
@@ -269,14 +275,10 @@ def tower_of(model: Any) -> nn.Module | None:
     return getattr(found, "visual", found)  # mcore-bridge has it in a module of its own
 
 
-def shown_decoder(model: Any) -> Any:
-    return model.language_model.decoder
-
-
 class Showing(VisionLanguage):
     """It shows the decoder of the model inside."""
 
-    decoder = property(shown_decoder)
+    decoder = property(lambda model: model.language_model.decoder)
 
 
 def build(
@@ -314,8 +316,10 @@ def build(
     )  # fmt: skip
     config.model_spec = inner
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
+    block = block_spec(config, False, None)
+    further = None if inner.is_hybrid_model else _mtp_spec(config, block, False, None)
     model = (make or (Showing if KINDS[name].shows_decoder else VisionLanguage))(
-        name, config, block_spec(config, False, None), vocab_size=VOCAB, max_sequence_length=512,
+        name, config, block, mtp_block_spec=further, vocab_size=VOCAB, max_sequence_length=512,
         pre_process=pipeline == 0, post_process=pipeline == layout.pp - 1,
         rotary_percent=inner.rotary_percent, rotary_base=1000,
         share_embeddings_and_output_weights=tied,
@@ -335,7 +339,7 @@ def _fill(model: Any, inner: Any, *, freeze: bool) -> None:
     weights.fill(model.language_model, inner, 1234)
     inside = model.language_model
     recurrent = inner.name == hybrid.GDN or inner.is_hybrid_model
-    for layer in inside.decoder.layers:
+    for layer in transformer_layers(inside):
         if recurrent or hasattr(layer.mlp, "router"):
             keep_float64(layer if recurrent else layer.mlp.router)
     inside.compute_language_model_loss = types.MethodType(exact_loss, inside)

@@ -31,6 +31,20 @@ if TYPE_CHECKING:
     from megatron_prefix.megatron.install import Hooks
 
 
+class _Embedding:
+    """A model's embedding of a segment's inputs further on, whatever it is called with."""
+
+    def __init__(self, stock: Any, inputs: dict[str, Tensor]) -> None:
+        self._stock, self._inputs = stock, inputs
+
+    def __call__(self, **_: Any) -> Tensor:
+        rows: Tensor = self._stock(**self._inputs)
+        return rows
+
+    def __getattr__(self, name: str) -> Any:  # newer layers ask whether it scatters
+        return getattr(self._stock, name)
+
+
 class _Depth(Substitute):
     """One of Megatron's layers of multi-token prediction, in segments.
 
@@ -50,12 +64,11 @@ class _Depth(Substitute):
         if following is None:
             return self.stock(*args, embedding=embedding, **named)
         inputs, positions = following
+        # What Megatron moves of these nobody looks at; a call with embeddings may have no others.
+        own = {"input_ids": inputs, "position_ids": positions}
         group, self._layer.cp_group = self._layer.cp_group, None  # nothing to exchange
         try:
-            return self.stock(
-                *args, **named,
-                embedding=lambda **_: embedding(input_ids=inputs, position_ids=positions),
-            )  # fmt: skip
+            return self.stock(*args, **{**named, **own, "embedding": _Embedding(embedding, own)})
         finally:
             self._layer.cp_group = group
 
@@ -189,7 +202,7 @@ class LooksAhead(Substitute):
         with contextlib.nullcontext() if current.saving is None else current.saving():
             result: Tensor = layer(
                 input_ids=named["input_ids"], position_ids=named["position_ids"],
-                hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._hooks.turned,
+                hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._hooks.angles,
                 embedding=self._model.embedding, **(named.get("extra_block_kwargs") or {}),
             )[0]  # fmt: skip
         return self._in_turn(depth, result) if self._repeats else result

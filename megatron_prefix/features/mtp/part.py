@@ -10,20 +10,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_prefix.errors import Reason, refused
 from megatron_prefix.features.across.communicator import Communicator
 from megatron_prefix.features.across.part import Crossing
-from megatron_prefix.features.mtp import methods
+from megatron_prefix.features.mtp import given, methods
 from megatron_prefix.features.mtp.layer import LooksAhead
 from megatron_prefix.features.mtp.patches import (
     KEYWORD,
     TOKENS,
     further_tokens,
+    moves_by_padded_ends,
     scales_microbatches,
 )
 from megatron_prefix.features.mtp.step import StepAhead
 from megatron_prefix.features.mtp.tables import AheadTables, loss_sums
+from megatron_prefix.megatron.families import has_mrope
 from megatron_prefix.parts import Attempt, StepPart
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.refusals.table import (
@@ -50,19 +53,41 @@ class MultiToken(StepPart):
     _step: StepAhead | None = None  # of the last attempt
     _inside: LooksAhead | None = None
     _has_loss = True
+    _has_labels = True
     _is_fp32 = False
+    _beside: given.Numbers | None = None  # tokens of this rank's calls that have embeddings
+    _whole: given.Numbers | None = None  # of all samples, where numbers stand for them
 
     def refusals(self) -> Iterator[Reason]:
         """See StepPart."""
         for model in self.rank.language_models:
             yield from methods.refusals(model)
 
+    def read(self, capture: Capture) -> None:
+        """See StepPart."""
+        if self.rank.is_first:
+            ranks = self.rank.model.sequence_ranks
+            self._beside = given.beside_embeddings(capture.calls(0), ranks)
+
+    def tokens(
+        self, lengths: Sequence[int], tokens: NDArray[np.int64] | None
+    ) -> NDArray[np.int64] | None:
+        """See StepPart: beside rows of embeddings, those that the layers embed."""
+        if not self.rank.predicts_further:
+            return tokens
+        own = tokens if self._beside is None else self._beside
+        are_replaced = self._beside is not None or has_mrope(self.rank.language_models[0])
+        if own is not None and are_replaced and self.rank.is_last:
+            self._whole = given.whole_tokens(own, lengths, self.rank)
+        return own
+
     def read_last(self, capture: Capture, last: CallTokens | None) -> None:
         """See StepPart: refuses calls with which Megatron's fails, or does not move all labels."""
         if not self.rank.is_last:
             return
-        if last is None or last.tokens is None:
+        if last is None or (last.tokens is None and self._beside is None):
             raise refused(AHEAD_TOKENS)
+        self._has_labels = last.labels is not None
         if last.weights is None and self.rank.predicts_further:
             raise refused(AHEAD_TOKENS)
         model, calls = self.rank.language_models[-1], capture.calls(-1)
@@ -79,7 +104,8 @@ class MultiToken(StepPart):
         packings = (call["packed_seq_params"] for call in calls)
         if scales_microbatches(packings, model.config):
             raise refused(AHEAD_FACTOR)
-        if self.rank.predicts_further and leave_padding_out(calls):
+        is_checked = self.rank.predicts_further and not moves_by_padded_ends(model)
+        if is_checked and leave_padding_out(calls):
             raise refused(AHEAD_PADDED)
         size = self.rank.groups.cp.size()
         ends = itertools.accumulate(sum(layout.lengths) // size for layout in last.layouts)
@@ -146,6 +172,8 @@ class MultiToken(StepPart):
         if samples is None:
             raise RuntimeError("the last stage has no samples")
         model = rank.language_models[-1]
+        if self._whole is not None:
+            samples = given.with_tokens(samples, self._whole, labelled=self._has_labels)
         if not self._has_loss:
             samples = [replace(sample, weights=np.zeros(len(sample))) for sample in samples]
         cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.model.sequence_ranks

@@ -7,6 +7,9 @@ gradient goes into embeddings and the decoder; before Megatron 0.17 none goes in
 slime and miles change Megatron's files (slime's docker/patch/latest/megatron.patch, miles' fork):
 the model predicts further where calls have a keyword with tokens. Labels are made of these, and
 labels and weights move by one before the first layer; no gradient leaves the layers.
+
+Megatron-Bridge's Qwen3-VL and Qwen3.5 have Megatron's methods, and hand them the padded ends of a
+pack in the place of the others.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _VERL = "verl.models.mcore.mtp_patch"
+_PADDED_ENDS = "_get_mtp_packed_seq_params"
+"""The function with which Megatron-Bridge does so."""
 _FACTOR = "_verl_mtp_loss_normalization_factor"
 """Of a packing: by which verl multiplies the loss of a microbatch, if losses are per token."""
 KEYWORD, TOKENS = "mtp_kwargs", "mtp_labels"
@@ -30,6 +35,11 @@ def further_tokens(call: Any) -> Any:
     """What the keyword of a model call has; None: nothing is predicted further."""
     given = call[KEYWORD]
     return given.get(TOKENS) if isinstance(given, Mapping) else None
+
+
+def moves_by_padded_ends(model: Any) -> bool:
+    """Whether a model's labels move by the padded ends of packs, whatever `cu_seqlens_q` has."""
+    return _PADDED_ENDS in getattr(type(model).forward, "__globals__", ())
 
 
 def scales_microbatches(packings: Iterable[Any], config: Any) -> bool:

@@ -28,7 +28,7 @@ from megatron_prefix.features.vision.call_rows import DEEPSTACK, MASK, CallRows,
 from megatron_prefix.features.vision.fingerprints import combined
 from megatron_prefix.features.vision.models import POSITIONS_FIRST
 from megatron_prefix.megatron.families import calls_parent, forward_owner, has_mrope
-from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS, PACKS_INSIDE
+from megatron_prefix.refusals.table import NO_POSITION_IDS, PACKS_INSIDE
 from megatron_prefix.run.calls import BLOCK, EMBEDDINGS, ModelCall, shape_of
 from megatron_prefix.run.rank import Rank, gathered
 from megatron_prefix.run.read.step import Step
@@ -100,7 +100,8 @@ class ChunkRows:
 
         Args:
             lengths: positions of every sample, whole.
-            tokens: of this rank's positions; used where no embeddings are given.
+            tokens: of this rank's positions. Beside embeddings they tell rows apart, too: layers
+                of multi-token prediction read them.
         """
         positions = to_device(self._device, self._held(lengths))
         if self._calls:
@@ -115,6 +116,8 @@ class ChunkRows:
                 [max(len(call_rows.deep) for call_rows in self._calls)], device=self._device
             )
             self._depth = int(self._exchanged(depth, dist.ReduceOp.MAX))
+            if tokens is not None:
+                words = combined(words, to_device(self._device, tokens))
         else:
             words = torch.from_numpy(tokens).to(self._device)  # type: ignore[arg-type]
             self._tokens = self._over_cp(words, lengths)
@@ -310,15 +313,12 @@ def chunk_rows(calls: Sequence[ModelCall], rank: Rank, chunk: int) -> ChunkRows 
     """What the calls of a model chunk have instead of tokens; None if nothing.
 
     Raises:
-        CannotShare: the model needs positions, and a call has none; or it has multi-token
-            prediction; or it packs rows inside.
+        CannotShare: the model needs positions, and a call has none; or it packs rows inside.
     """
     model = rank.language_models[chunk]
     multimodal = has_mrope(model)
     if not calls or not (multimodal or calls[0][EMBEDDINGS] is not None):
         return None
-    if rank.model.looks_ahead:
-        raise refused(AHEAD_GIVEN)
     if calls_parent(model) and any(call["packed_seq_params"] for call in calls):
         raise refused(PACKS_INSIDE, type(model).__name__)
     return ChunkRows(calls, rank, chunk)

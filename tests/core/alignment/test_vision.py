@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.verify.judge import longest_sums
+from megatron_prefix.features.verify.logs import logged_ahead
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.install import language_model
 from tests.harness import hybrid, steps, vision, vision_own
@@ -49,6 +51,11 @@ OWN = Case(
     Form(packed=False, sizes=SIZES, pad=4), "mbridge, GLM-4V", build={"make": vision_own.made}
 )
 """A model that is its own language model."""
+PLAIN, WHOLE = "mbridge, GLM-4V", OWN.form
+FURTHER = Case(WHOLE, PLAIN, build={
+    "fields": {"mtp_num_layers": 2}, "mtp_loss_scaling_factor": 3.0, "tied": True,
+    "calculate_per_token_loss": True,
+})  # fmt: skip
 ONE = {
     "packed": Case(), "own": OWN, "rows": Case(ROWS), "text": Case(images=False),
     "experts": EXPERTS, "recurrent layers": RECURRENT,
@@ -58,6 +65,9 @@ ONE = {
         model="mbridge, GLM-4V", build={"recompute": "full"}, prefix={"memory": "recompute"}
     ),
     "offload": Case(prefix={"memory": "offload"}), "overlap": OVERLAP,
+    "further": FURTHER._replace(form=PACKED), "further, own": FURTHER._replace(
+        build={**OWN.build, "fields": {"mtp_num_layers": 1}}
+    ),
 }  # fmt: skip
 ACROSS = Case(prefix={"across_ranks": "on"})
 KINDS = [*vision.KINDS]
@@ -67,26 +77,39 @@ JOBS = {
     "one rank": (Layout(), ONE),
     "TP2 SP": (
         Layout(tp=2, sequence_parallel=True),
-        {name: Case(PADDED, name) for name in KINDS},
+        {"further": FURTHER._replace(build={**FURTHER.build, "tied": False})}
+        | {name: Case(PADDED, name) for name in KINDS},
     ),
     "PP2": (
         Layout(pp=2),
         {"packed": Case(PADDED), "shows": Case(PADDED, "mbridge, GLM-4V"), "own": OWN,
-         "recurrent layers": RECURRENT},
+         "recurrent layers": RECURRENT, "further": FURTHER},
     ),
     "CP2": (
         Layout(cp=2),
         {**{name: Case(ROWS, name) for name in (QWEN3, "mbridge, Qwen3-VL", "mbridge, GLM-4V")},
-         "positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL")},
+         "positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
+         "further": FURTHER._replace(form=ROWS)},
     ),
     "CP2 TP2 SP": (Layout(cp=2, tp=2, sequence_parallel=True), {"rows": Case(ROWS)}),
     "DP2": (
         Layout(dp=2),
         {"packed": Case(), "tied": TIED, "across": ACROSS,
-         "own, across": OWN._replace(prefix=ACROSS.prefix)},
+         "own, across": OWN._replace(prefix=ACROSS.prefix),
+         "further, across": FURTHER._replace(prefix=ACROSS.prefix)},
     ),
-    "EP2": (Layout(ep=2, dp=2), {"experts": EXPERTS}),
+    "EP2": (Layout(ep=2, dp=2), {  # the one with more layers that log first
+        "further": FURTHER._replace(build={**EXPERTS.build, **FURTHER.build, "tied": False}),
+        "experts": EXPERTS,
+    }),
 }  # fmt: skip
+
+
+def further_log():
+    """Megatron's log of multi-token prediction, emptied."""
+    found = [each.clone() for each in logged_ahead().values()]
+    MTPLossLoggingHelper.tracker.clear()
+    return found
 
 
 def compare(case, layout):
@@ -103,7 +126,7 @@ def compare(case, layout):
     counted = vision.Counted(vision.tower_of(chunks[0].module))
     with torch.no_grad() if case.forward_only else torch.enable_grad():
         expected = run_step(stock_schedule(), stock, chunks, **options)
-        asked = counted.rows
+        asked, log = counted.rows, further_log()
         if "overlap_grad_reduce" in case.build:  # what backwards give is known from the second on
             run_step(schedule, vision.Trainer(*some), chunks)
         counted.rows = 0
@@ -117,6 +140,8 @@ def compare(case, layout):
     forest = assert_shared(found, expected, schedule, ours, sums=sums)
     if case.prefix.get("across_ranks"):
         assert forest.exchanges
+    elif layout.cp == 1:  # else ranks have other positions
+        torch.testing.assert_close(further_log(), log)
     for name, gradient in expected.gradients.items():
         trained = not (case.build.get("freeze") or case.forward_only or not case.images)
         assert float(gradient.abs().max()) > 0 or not trained or "language_model" in name, name

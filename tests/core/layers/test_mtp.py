@@ -178,13 +178,8 @@ def test_a_failure_leaves_nothing_behind(place, after):
     found = run(schedule, model, Contract(), items)
     assert all(map(torch.equal, found.gradients.values(), expected.gradients.values()))
     assert torch.equal(found.logged["values"], expected.logged["values"])
-
-
-def test_a_step_that_is_made_again_logs_once():
-    items, schedule, model = failures.items(), PrefixSchedule(failures.CONFIG), model_of()
-    expected = run(schedule, model, Contract(), items)
-    with pytest.MonkeyPatch.context() as patch:
-        failing(patch, model, "the layer", Countdown(torch.OutOfMemoryError, 6))
+    with pytest.MonkeyPatch.context() as patch:  # a step that is made again logs once
+        failing(patch, model, place, Countdown(torch.OutOfMemoryError, after))
         found = run(schedule, model, Contract(), items)
     assert schedule.report is not None and schedule.report.retried
     assert_same(found, expected, items)
@@ -262,10 +257,7 @@ def test_what_replaces_megatrons_methods():
     model = model_of()
     unwrap(model).mtp.layers[0].mhc_enabled = True
     refused("multi-token prediction by a layer with several residual streams", model)
-
-
-def test_a_config_with_the_option_and_a_model_without_the_layer():
-    model = model_of(spec={"mtp_num_layers": None})
+    model = model_of(spec={"mtp_num_layers": None})  # and its config has the option
     unwrap(model).config.mtp_num_layers = 1
     refused("multi-token prediction by another stage than the last, or by none", model)
 

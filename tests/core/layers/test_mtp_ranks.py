@@ -1,4 +1,4 @@
-"""Multi-token prediction in layouts of several ranks, against the stock schedule in fp64."""
+"""Multi-token prediction in layouts of several ranks: what all of them refuse together."""
 
 import torch
 
@@ -13,28 +13,12 @@ from tests.harness.one_group import schedule_with
 from tests.harness.ranks import run_ranks
 
 
-class WithPositions(Trainer):
-    """Megatron moves position_ids, too, and needs them."""
-
-    def step(self, iterator, model):
-        def call(**given):
-            if given["input_ids"] is None:
-                return model(**given)
-            batch = next(one for one in self.batches if one["tokens"] is given["input_ids"])
-            places = [torch.arange(length) for length in batch["lengths"]]
-            packed = self.form.packed
-            given["position_ids"] = torch.cat(places)[None] if packed else torch.stack(places)
-            return model(**given)
-
-        return super().step(iterator, call)
-
-
 def refused_on(layout, change, form):
     """Why each rank of a step in mode "on" does not run it."""
 
     def rank_of():
         runtime.initialize(layout)
-        trainer = WithPositions(form, 3, layout)
+        trainer = Trainer(form, 3, layout)
         change(trainer, torch.distributed.get_rank())
         spec = resolve("tiny-llama", num_layers=2, mtp_num_layers=1).with_vocab(64)
         chunks = build_model(spec, layout=layout, dtype="float64")

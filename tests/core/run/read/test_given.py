@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.mtp.given import beside_embeddings
 from megatron_prefix.features.vision.call_rows import DEEPSTACK, MASK
 from megatron_prefix.features.vision.chunk_rows import ChunkRows, chunk_rows
 from megatron_prefix.features.vision.fingerprints import ROWS, combined, fingerprints
@@ -20,13 +21,13 @@ ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 WIDTH = 3
 
 
-def rank(mrope=True, ahead=False):
+def rank(mrope=True):
     model = nn.Module()
     model.config = SimpleNamespace()
     model.position_embedding_type = "mrope" if mrope else "rope"
     return SimpleNamespace(
         language_models=[model], groups=SimpleNamespace(cp=ONE, tp=ONE), device=torch.device("cpu"),
-        model=SimpleNamespace(sequence_ranks=1, looks_ahead=ahead),
+        model=SimpleNamespace(sequence_ranks=1),
     )  # fmt: skip
 
 
@@ -52,6 +53,11 @@ def test_equal_rows_have_equal_codes():
     one, other, third = codes(call(0), call(1), call(2, seed=1))
     assert one == other and len({*one}) == 6
     assert not {*one} & {*third}
+    text = call(1, **{MASK: None, DEEPSTACK: None})  # the same beside images and without any
+    one, other = codes(call(0), text)
+    assert [a == b for a, b in zip(one, other, strict=True)] == [
+        True, True, False, False, True, True,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("what", ["row", "position", "deep", "mask", "none"])
@@ -74,14 +80,6 @@ def test_what_tells_rows_apart(what):
     assert different == {"none": [], "mask": [3, 4]}.get(what, [2])
 
 
-def test_text_is_the_same_beside_images_and_without_any():
-    text = call(1, **{MASK: None, DEEPSTACK: None})
-    one, other = codes(call(0), text)
-    assert [a == b for a, b in zip(one, other, strict=True)] == [
-        True, True, False, False, True, True,
-    ]  # fmt: skip
-
-
 def test_tokens_with_positions_of_their_own():
     ids = torch.arange(4).expand(3, 1, 4)
     calls = [ModelCall(n, {"position_ids": one}) for n, one in enumerate([ids, ids, ids + 1])]
@@ -96,14 +94,26 @@ def test_tokens_with_positions_of_their_own():
     assert arguments["position_ids"].tolist() == [[[0, 1, 2, 3]]] * 3
 
 
+def test_tokens_beside_embeddings():
+    """Layers of multi-token prediction read them: equal rows of other tokens are others."""
+    ids = torch.tensor([[7, 8, 63, 63, 9, 9]])
+    calls = [call(0, input_ids=ids), call(1, input_ids=ids + (ids == 8))]
+    tokens = beside_embeddings(calls, 1)
+    assert tokens.tolist() == [7, 8, 63, 63, 9, 9, 7, 9, 63, 63, 9, 9]
+    one, other = ChunkRows(calls, rank(), 0).codes([6, 6], tokens).reshape(2, 6)
+    assert (one != other).tolist() == [False, True, *[False] * 4]
+    assert beside_embeddings([ModelCall(0, {"input_ids": ids})], 1) is None
+    for changed in (None, ids[:, :4], ids.view(2, 3)):
+        with pytest.raises(CannotShare, match="embeddings without input_ids of the same pos"):
+            beside_embeddings([calls[0], call(1, input_ids=changed)], 1)
+
+
 def test_what_has_nothing_to_give():
     assert chunk_rows([], rank(), 0) is None
     text = [ModelCall(0, {"input_ids": torch.zeros(1, 4)})]
     assert chunk_rows(text, rank(mrope=False), 0) is None
     with pytest.raises(CannotShare, match="the model looks at positions"):
         chunk_rows(text, rank(), 0)
-    with pytest.raises(CannotShare, match="multi-token prediction in a vision-language model"):
-        chunk_rows([call(0)], rank(ahead=True), 0)
 
 
 def step(spans, lengths):
@@ -244,14 +254,11 @@ def test_fractions_and_signs_count(dtype):
     assert len(fingerprints(rows).unique()) == len(rows)
 
 
-def test_one_bit_is_enough():
+def test_one_bit_is_enough_and_places_count():
     row = torch.zeros(1, 8, dtype=torch.int64)
     others = torch.cat([torch.eye(8, dtype=torch.int64) << bit for bit in range(63)])
     every = torch.cat([row, others, ~others, -others])
     assert len(fingerprints(every).unique()) == len(every.unique(dim=0))
-
-
-def test_places_count():
     row = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 3.0], [3.0, 2.0, 1.0]])
     assert len(fingerprints(row).unique()) == 3
 
