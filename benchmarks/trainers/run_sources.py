@@ -77,7 +77,9 @@ IMAGES_NEWER = (
     "cp2-qwen35-packed-text", "1-nemotron-auto", "tp2-sp-nemotron", "pp2-nemotron",
     "dp2-across-nemotron-auto", "1-frozen-nemotron", "1-nemotron-packed-auto",
     "tp2-sp-nemotron-packed", "pp2-nemotron-packed", "cp2-nemotron-packed",
-    "tp2-sp-cp2-nemotron-packed", "dp2-ep2-nemotron-packed-auto",
+    "tp2-sp-cp2-nemotron-packed", "dp2-ep2-nemotron-packed-auto", "1-qwen3-mtp", "1-qwen35-mtp",
+    "tp2-sp-qwen35-mtp", "pp2-qwen35-mtp-auto", "1-nemotron-mtp", "pp2-nemotron-mtp",
+    "1-nemotron-packed-mtp-auto",
 )  # fmt: skip
 """GatedDeltaNet takes packs by a newer megatron-core, and Nemotron Omni wants one."""
 REPLAYS = ("1-replay-auto", "tp2-sp-replay-auto", "pp2-replay-auto")
