@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.mtp.methods import WithoutLabels, without_labels
 from megatron_prefix.features.mtp.part import MultiToken
+from megatron_prefix.features.mtp.patches import moves_by_padded_ends
 from megatron_prefix.lab import numerics
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
@@ -272,7 +273,11 @@ def test_calls_that_megatron_itself_cannot_run():
 
 def test_stock_is_wrong_in_packs_whose_ends_leave_padding_out():
     """Why they are refused; rows have both. Its labels are those of other samples, and weights of
-    the layer, which get a gradient of its own loss alone, are off by a third."""
+    the layer, which get a gradient of its own loss alone, are off by a third. Megatron-Bridge's
+    models for images hand it the other ends."""
+    space = {"_get_mtp_packed_seq_params": None}
+    exec("class Bridge:\n    def forward(self): ...", space)
+    assert moves_by_padded_ends(space["Bridge"]()) and not moves_by_padded_ends(model_of())
     right, wrong = (
         oracle.run(judge.case_of(row("mtp", form=form)), "stock")[0].gradients
         for form in ("thd_ends", "thd_padded")

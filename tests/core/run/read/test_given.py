@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.features.mtp.given import beside_embeddings
+from megatron_prefix.features.mtp.given import beside_embeddings, with_tokens
 from megatron_prefix.features.vision.call_rows import DEEPSTACK, MASK
 from megatron_prefix.features.vision.chunk_rows import ChunkRows, chunk_rows
 from megatron_prefix.features.vision.fingerprints import ROWS, combined, fingerprints
 from megatron_prefix.run.calls import EMBEDDINGS, Callbacks, ModelCall, bound
 from megatron_prefix.run.read.read_calls import read_tokens
-from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree import Pairs, cp_layout
 
 ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 WIDTH = 3
@@ -102,6 +102,9 @@ def test_tokens_beside_embeddings():
     assert tokens.tolist() == [7, 8, 63, 63, 9, 9, 7, 9, 63, 63, 9, 9]
     one, other = ChunkRows(calls, rank(), 0).codes([6, 6], tokens).reshape(2, 6)
     assert (one != other).tolist() == [False, True, *[False] * 4]
+    samples = [Pairs(np.arange(6), np.arange(6), np.ones(6, bool)) for _ in calls]
+    first, last = with_tokens(samples, tokens, labelled=False)
+    assert first.inputs.tolist() == [*ids[0]] and last.labels.tolist()[:5] == [9, 63, 63, 9, 9]
     assert beside_embeddings([ModelCall(0, {"input_ids": ids})], 1) is None
     for changed in (None, ids[:, :4], ids.view(2, 3)):
         with pytest.raises(CannotShare, match="embeddings without input_ids of the same pos"):
