@@ -29,12 +29,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
 from benchmarks.trainers import te_core, vision_bridge, vision_models, vision_sources  # noqa: E402
-from benchmarks.trainers.nemo_rl_steps import (  # noqa: E402
-    NEWER,
-    further_losses,
-    loss_of,
-    without_newer,
-)
+from benchmarks.trainers.nemo_rl_steps import NEWER, loss_of, without_newer  # noqa: E402
 from megatron_prefix.lab import runtime  # noqa: E402
 from megatron_prefix.lab.models.build import unwrap  # noqa: E402
 from megatron_prefix.trainers.table import NEMO_RL  # noqa: E402
@@ -256,8 +251,6 @@ def steps(name: str) -> list[Step]:
         config_of(name), samples=NEMO_RL.samples, masks_tokens=NEMO_RL.masks_tokens,
         dtype=torch.float64,
     )  # fmt: skip
-    if "mtp" in name:
-        both.left = further_losses
     packed = "packed" in name
     config = {"sequence_packing": {"enabled": packed, "max_total_tokens": 200}}
     # What Qwen2.5-VL sends of several rows is not contiguous, which stock refuses.

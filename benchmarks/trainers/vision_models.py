@@ -27,6 +27,8 @@ class Model(NamedTuple):
         shares: tensor- and context-parallel ranks share the images of a call, and its tower is
             frozen there, as it is refused otherwise.
         heard: it wants sound or pixels, which nemo_rl_images_steps.py alone gives it.
+        further: the first release of Megatron-Core with which its multi-token prediction runs; "":
+            it has none.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Model(NamedTuple):
     rows: bool = False
     shares: bool = False
     heard: bool = False
+    further: str = ""
 
 
 BY_WORD = {
@@ -51,12 +54,13 @@ PLAIN = "Megatron-Bridge, Qwen2.5-VL"
 MODELS = {
     "Megatron-Bridge, Qwen3-VL": Model(
         "Megatron-Bridge, Qwen3-VL", vision_bridge.qwen3,
-        build={"calculate_per_token_loss": True}, cuts_labels=True,
+        build={"calculate_per_token_loss": True}, cuts_labels=True, further="0.18",
     ),
     "Megatron-Bridge, Qwen3.5": Model(
         "Megatron-Bridge, Qwen3-VL", vision_bridge.qwen3, hybrid.GDN,
         {"num_layers": 4, "calculate_per_token_loss": True},
         cuts_labels=True, rows=True, takes_cp=False,  # its layers do, from megatron-core 0.18 on
+        further="0.18",
     ),
     "Megatron-Bridge, Qwen2.5-VL": Model(PLAIN, vision_bridge.qwen2_5, takes_cp=False),
     "Megatron-Bridge, Qwen2.5-Omni": Model(
@@ -81,7 +85,9 @@ MODELS = {
     ),
     "mbridge, Qwen2.5-VL's language model": Model(PLAIN, vision_mbridge.qwen2_5),
     "mbridge, Qwen3-VL's language model": Model("mbridge, Qwen3-VL", vision_mbridge.qwen3),
-    "mbridge, Qwen3.5": Model("mbridge, GLM-4V", vision_mbridge.qwen3_5, splits=True),
+    "mbridge, Qwen3.5": Model(
+        "mbridge, GLM-4V", vision_mbridge.qwen3_5, splits=True, further="0.16"
+    ),
     "mbridge, GLM-4V": Model("mbridge, GLM-4V", vision_mbridge.glm4v, takes_cp=False),
     "ROLL, Qwen2-VL": Model(PLAIN, vision_roll.qwen2, shares=True, rows=True),
     "ROLL, Qwen2.5-VL": Model(PLAIN, vision_roll.qwen2_5, shares=True, rows=True),
