@@ -26,7 +26,7 @@ FURTHER = {
 
 
 def compare_model(given, layout):
-    """A model under both schedules; with a word behind its name, one with multi-token prediction."""
+    """A model under both schedules; "NAME + MTP": with multi-token prediction."""
     name, _, further = given.partition(" + ")
     model = vision_models.MODELS[name]
     form = PADDED if layout.cp == 1 else SINGLE if model.alone else ROWS

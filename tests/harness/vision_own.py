@@ -15,7 +15,7 @@ from tests.harness import vision
 class Model(GPTModel):
     """A tower inside a language model."""
 
-    def __init__(self, config: Any, spec: Any, **options: Any) -> None:
+    def __init__(self, _: str, config: Any, spec: Any, **options: Any) -> None:
         super().__init__(
             config, spec, position_embedding_type="mrope",
             scatter_embedding_sequence_parallel=False, **options,
@@ -48,8 +48,3 @@ class Model(GPTModel):
 Model.__module__ = "mcore_adapter.models.qwen2_5_vl.modeling_qwen2_5_vl"
 Model.__qualname__ = "Qwen2_5_VLModel"
 Model.__name__ = Model.__qualname__
-
-
-def made(_: str, config: Any, spec: Any, **options: Any) -> Any:
-    """See `make` of `vision.build`."""
-    return Model(config, spec, **options)

@@ -48,7 +48,7 @@ EXPERTS = Case(PADDED, build={
     "moe_z_loss_coeff": 0.01,
 })  # fmt: skip
 OWN = Case(
-    Form(packed=False, sizes=SIZES, pad=4), "mbridge, GLM-4V", build={"make": vision_own.made}
+    Form(packed=False, sizes=SIZES, pad=4), "mbridge, GLM-4V", build={"make": vision_own.Model}
 )
 """A model that is its own language model."""
 PLAIN, WHOLE = "mbridge, GLM-4V", OWN.form

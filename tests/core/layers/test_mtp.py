@@ -92,13 +92,6 @@ def assert_same(found, expected, items):
         torch.testing.assert_close(found.logged[name], theirs, rtol=limit, atol=0.0)
 
 
-def step_of(model):
-    """What the layer of a model that has run reads now."""
-    hooks = installed(model)
-    inside = hooks.kept[MultiToken]
-    return inside.step
-
-
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
@@ -143,14 +136,16 @@ def test_microbatches_without_any_loss():
 
 
 PLACES = {
-    "the layer": lambda model: (unwrap(model).mtp.layers[0].eh_proj, "forward"),
-    "the loss": lambda model: (unwrap(model), "compute_language_model_loss"),
-    "a later layer": lambda model: (unwrap(model).decoder.layers[0].mlp, "forward"),
+    "the layer": (6, lambda model: (unwrap(model).mtp.layers[0].eh_proj, "forward")),
+    "the loss": (5, lambda model: (unwrap(model), "compute_language_model_loss")),
+    "a later layer": (1, lambda model: (unwrap(model).decoder.layers[0].mlp, "forward")),
 }
+"""At which call, and of what."""
 
 
-def failing(patch, model, place, tick):
-    owner, name = PLACES[place](model)
+def failing(patch, model, place, error):
+    after, found = PLACES[place]
+    (owner, name), tick = found(model), Countdown(error, after)
     stock = getattr(owner, name)
 
     def method(*args, **named):
@@ -160,27 +155,23 @@ def failing(patch, model, place, tick):
     patch.setattr(owner, name, method, raising=False)
 
 
-FAULTS = [("the layer", 6), ("the loss", 5), ("a later layer", 1)]
-"""Where, and at which of its calls."""
-
-
-@pytest.mark.parametrize(("place", "after"), FAULTS)
-def test_a_failure_leaves_nothing_behind(place, after):
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failure_leaves_nothing_behind(place):
     items, schedule, model = failures.items(), PrefixSchedule(failures.CONFIG), model_of()
     expected = run(schedule, model, Contract(), items)
     with pytest.MonkeyPatch.context() as patch:
-        failing(patch, model, place, Countdown(Fault, after))
+        failing(patch, model, place, Fault)
         with pytest.raises(Fault):
             run(schedule, model, Contract(), items)
     hooks = installed(model)
-    assert hooks is not None and step_of(model) is None and hooks.current is None
+    assert hooks is not None and hooks.kept[MultiToken].step is None and hooks.current is None
     assert "values" not in MTPLossLoggingHelper.tracker
     assert unwrap(model).config.mtp_num_layers == 1
     found = run(schedule, model, Contract(), items)
     assert all(map(torch.equal, found.gradients.values(), expected.gradients.values()))
     assert torch.equal(found.logged["values"], expected.logged["values"])
     with pytest.MonkeyPatch.context() as patch:  # a step that is made again logs once
-        failing(patch, model, place, Countdown(torch.OutOfMemoryError, after))
+        failing(patch, model, place, torch.OutOfMemoryError)
         found = run(schedule, model, Contract(), items)
     assert schedule.report is not None and schedule.report.retried
     assert_same(found, expected, items)

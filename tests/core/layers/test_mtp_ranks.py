@@ -31,16 +31,14 @@ def refused_on(layout, change, form):
     return run_ranks(layout.world_size, rank_of, timeout_s=120)
 
 
-def test_a_last_stage_without_tokens_is_refused_on_all():
-    """Megatron's own schedule fails there."""
-    found = refused_on(Layout(pp=2), lambda trainer, rank: None, Form(where="ends"))
-    assert all("of the last pipeline stage have no input_ids" in why for why in found), found
+def test_what_one_rank_lacks_is_refused_on_all():
+    """A last stage without tokens, where Megatron's own schedule fails; a rank without weights."""
 
-
-def test_a_rank_without_any_weight_is_refused_on_all():
     def change(trainer, rank):
         if rank:
             trainer.batches[1]["loss_mask"].zero_()
 
+    found = refused_on(Layout(pp=2), lambda *_: None, Form(where="ends"))
+    assert all("of the last pipeline stage have no input_ids" in why for why in found), found
     found = refused_on(Layout(dp=2), change, Form())
     assert all("no position for the loss of multi-token" in why for why in found), found
