@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from benchmarks.vision_model import LanguageModel
-from megatron_prefix.lab.models.build import _mtp_spec, block_spec, exact_loss, weights
+from megatron_prefix.lab.models.build import block_spec, exact_loss, mtp_spec, weights
 from megatron_prefix.lab.models.config import transformer_config
 from megatron_prefix.lab.models.local import Float64Kept, keep_float64
 from megatron_prefix.lab.models.presets import resolve
@@ -317,7 +317,7 @@ def build(
     config.model_spec = inner
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     block = block_spec(config, False, None)
-    further = None if inner.is_hybrid_model else _mtp_spec(config, block, False, None)
+    further = None if inner.is_hybrid_model else mtp_spec(config, block, False, None)
     model = (make or (Showing if KINDS[name].shows_decoder else VisionLanguage))(
         name, config, block, mtp_block_spec=further, vocab_size=VOCAB, max_sequence_length=512,
         pre_process=pipeline == 0, post_process=pipeline == layout.pp - 1,

@@ -253,7 +253,7 @@ def _gpt_model(recipe: _Recipe, vp_stage: int | None, options: dict[str, Any]) -
     return GPTModel(
         recipe.config,
         block,
-        mtp_block_spec=_mtp_spec(recipe.config, block, recipe.engine, vp_stage),
+        mtp_block_spec=mtp_spec(recipe.config, block, recipe.engine, vp_stage),
         rope_scaling=isinstance(spec.rope_scaling, RopeScaling),
         rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
         vp_stage=vp_stage,
@@ -308,7 +308,7 @@ def block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
     return block
 
 
-def _mtp_spec(config: Any, block: Any, engine: bool, vp_stage: int | None) -> Any:
+def mtp_spec(config: Any, block: Any, engine: bool, vp_stage: int | None) -> Any:
     """The layer of multi-token prediction of one chunk, a last layer of `block` inside; None if it
     has none."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
