@@ -5,8 +5,7 @@ import pytest
 from tests import covering
 
 PAIRS = 18_914
-"""Pairs of values that were in a row when rows without one of their own went, but those of two
-refusals that are gone."""
+"""Pairs of values that were in a row when rows without one of their own went."""
 
 
 @pytest.fixture(scope="module")

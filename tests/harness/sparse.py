@@ -63,12 +63,7 @@ def rotating() -> Iterator[None]:
 
 
 def model_of(fields: dict[str, Any], **options: Any) -> Any:
-    """Equal arguments give equal weights.
-
-    Args:
-        fields: of Megatron's config, besides DSA.
-        options: see `small_model`.
-    """
+    """A small model with these fields of Megatron's config besides; equal ones, equal weights."""
     spec = {**DENSE, **options.pop("spec", {})}
     overrides = {**DSA, **fields}
     return small_model("tiny-deepseek", spec=spec, config_overrides=overrides, **options)

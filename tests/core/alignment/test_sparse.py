@@ -102,8 +102,8 @@ def test_what_of_an_indexers_loss_is_refused(monkeypatch):
     monkeypatch.setattr(loss, "is_since", lambda _: True)
     model = language_model(model_of({}, wrap_ddp=False))
     model.decoder.layers[-1].self_attention.core_attention.indexer.linear_wk.requires_grad_(False)
-    facts = Namespace(looks_ahead=1)
-    rank = Namespace(language_models=[model], model=facts, scale_functions=[print])
+    facts = {"model": Namespace(looks_ahead=1), "scale_functions": [print]}
+    rank = Namespace(language_models=[model], **facts)
     part = loss.IndexerLoss(None, rank, None)
     names = ("multi-token prediction", "a grad_scale_func of the trainer's own", "frozen weights")
     for name, reason in zip(names, part.refusals(), strict=True):
@@ -113,27 +113,17 @@ def test_what_of_an_indexers_loss_is_refused(monkeypatch):
         part.read(Namespace(calls=lambda _: [{"packed_seq_params": None}, pack]))
 
 
-class Shape:
-    """A spec with an indexer, as Megatron's config has it."""
-
-    def __init__(self, **fields):
-        self._spec = resolve("tiny-deepseek", **sparse.DENSE)
-        vars(self).update({**sparse.DSA, **fields})
-
-    def __getattr__(self, name):
-        return getattr(self._spec, name)
-
-
 def test_work_and_weights_are_those_of_the_modules():
-    latent = MLA().work(Shape())
-    assert DSA().work(Shape()).pairs == latent.pairs + 16 * 16
+    config = Namespace(**vars(resolve("tiny-deepseek", **sparse.DENSE)) | sparse.DSA)
+    latent = MLA().work(config)
+    assert DSA().work(config).pairs == latent.pairs + 16 * 16
     decoder = language_model(model_of({}, wrap_ddp=False)).decoder
     mixers = [one.self_attention for one in decoder.layers]
     weights = [
         sum(one.numel() for name, one in mixer.named_parameters() if "norm" not in name)
         for mixer in mixers
     ]
-    assert {*weights} == {DSA().parameters(Shape())}
+    assert {*weights} == {DSA().parameters(config)}
 
 
 def test_recomputed_attention_is_refused():
@@ -170,6 +160,7 @@ def test_other_forwards_of_such_layers_are_refused(absorbed):
 # slime's and miles' own, by a stand-in -----------------------------------------------------
 
 OWN = "decoder.layers.0.self_attention"
+ITS_OWN = "layer 0's attention DSAMLASelfAttention, which has a forward"
 FORWARD = sparse.DSAMultiLatentAttention.forward
 SWITCH = "MEGATRON_USE_SGLANG_ROPE"
 
@@ -190,11 +181,10 @@ def inputs_of_more(self, *given):
 
 
 @pytest.mark.parametrize(("place", "value", "message"), [
-    (f"{OWN}.forward", print, "layer 0's attention DSAMLASelfAttention, which has a forward"),
-    (f"{OWN}.__class__.__base__.forward", reads_more,
-     "layer 0's attention DSAMLASelfAttention, which has a forward"),
+    (f"{OWN}.forward", print, ITS_OWN),
+    (f"{OWN}.__class__.__base__.forward", reads_more, ITS_OWN),
     (f"{OWN}.__class__.__base__.get_absorb_query_key_value_tensors", inputs_of_more,
-     "layer 0's attention DSAMLASelfAttention, which has a forward"),
+     ITS_OWN),
     (f"{OWN}.rotary_pos_emb.forward", print, "rotary embedding YarnRotaryEmbedding: use"),
     ("config.tensor_model_parallel_size", 2, "and without sequence parallelism"),
     ("config.mtp_num_layers", 1, "own sparse attention with multi-token prediction"),
