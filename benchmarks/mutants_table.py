@@ -221,9 +221,9 @@ _GRAPHS = (
     ),
     _graphs(
         "frozen-weights-not-seen",
-        "features/graphs/layers.py",
-        "        trained = (tensor.requires_grad for tensor in weights)",
-        "        trained = ()",
+        "features/graphs/inside.py",
+        "        return [*places, *map(_is_trained, self._weights)]",
+        "        return [*places]",
     ),
     _graphs(
         "sets-of-moved-weights-stay",
@@ -235,8 +235,14 @@ _GRAPHS = (
     _graphs(
         "hooks-not-seen",
         "features/graphs/layers.py",
-        '        return any(package(hook) != "megatron_prefix" for hook in _hooks(inside))',
+        '        return any(package(hook) != "megatron_prefix" for hook in self._inside.hooks)',
         "        return False",
+    ),
+    _graphs(
+        "hooks-of-new-modules-not-seen",
+        "features/graphs/inside.py",
+        "        if self._read() != self._children:\n            self._list()",
+        "        self._read()",
     ),
     _graphs(
         "one-set-of-two-segments",

@@ -170,11 +170,6 @@ class CutLayer:
             *{id(parameter): parameter for parameter in weights if parameter is not None}.values()
         ]
 
-    def buffers(self) -> Iterator[Tensor]:
-        """Those of these modules."""
-        buffers = (buffer for module in self.modules() for buffer in module._buffers.values())
-        yield from (buffer for buffer in buffers if buffer is not None)
-
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of its modules, but for its forward."""
         if self._enters is not None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.choice import Held, Needs
 from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
+from megatron_prefix.features.graphs.inside import Inside, hooks_of
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.features.graphs.placed import AttentionForm, PlacedArenas
@@ -39,7 +40,6 @@ IN_THE_WAY = (
     "mtp_num_layers",
 )  # fmt: skip
 """Options of Megatron with which a layer is not the same launches in every segment of a length."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 CHANGED = "what a layer gives the next was replaced between them: set graph_tokens to 0"
 LIGHTER = 0.875
 """What a set for segments whose activations run again holds, about, of what others do."""
@@ -95,6 +95,7 @@ class LayerGraphs:
         self.refused, self.captures, self.captured, self.used = "", 0, 0.0, False
         self._all = self.layers = self._cut(layers)
         self._follow()
+        self._inside = Inside(self.layers)
         self._running, self._group = running, group
         self.most, self._ranks = most, ranks
         self._seen: Counter[int] = Counter()
@@ -245,6 +246,7 @@ class LayerGraphs:
     def _look(self) -> None:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
         self._is_new = False
+        self._inside.look()
         moved = bool(self._addresses) and self._addresses != self._current_addresses()
         moved, self._watched = map(bool, self._most_of_ranks(moved, self._is_watched()))
         if moved:
@@ -269,13 +271,7 @@ class LayerGraphs:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
         which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own. Ours are
         around cores (run/read/random_numbers.py), which no graph has."""
-        inside = (
-            module
-            for layer in self.layers
-            for module in layer.modules()
-            if module is not layer.module  # its own are called around its forward
-        )
-        return any(package(hook) != "megatron_prefix" for hook in _hooks(inside))
+        return any(package(hook) != "megatron_prefix" for hook in self._inside.hooks)
 
     def release(self, segment: int) -> None:
         """After a segment's backward, and after the forward of one that runs again before it."""
@@ -327,16 +323,9 @@ class LayerGraphs:
         self._recomputed = ()
 
     def _current_addresses(self) -> tuple[float, ...]:
-        weights = [parameter for layer in self.layers for parameter in layer.parameters()]
-        buffers = (buffer for layer in self.layers for buffer in layer.buffers())
-        mains = (getattr(weight, "main_grad", None) for weight in weights)
-        places = (
-            tensor.data_ptr() for tensor in (*weights, *buffers, *mains) if tensor is not None
-        )
-        trained = (tensor.requires_grad for tensor in weights)
         arenas = id(self.arenas), self.arenas.changes
         scales = (layer.scale for layer in self.layers)
-        return (self._running.rotary.changes, *arenas, *places, *trained, *scales)
+        return (self._running.rotary.changes, *arenas, *self._inside.addresses(), *scales)
 
     def _take(self, context: SegmentContext, hidden: Tensor) -> None:
         """Gives a segment a set of graphs, with some of its length."""
@@ -377,7 +366,7 @@ class LayerGraphs:
                 attention = None
         taps_mlps = self._running.mlp_tap is not None
         # Hooks may come and go within a step: reductions watch the last backward's layers.
-        watched = any(_hooks(layer.module for layer in self.layers))
+        watched = bool(hooks_of(layer.module for layer in self.layers))
         return GraphForm(len(hidden), taps_mlps, attention, self._handed and not watched)
 
     def _place(self, length: int, *, passes: bool) -> int:
@@ -425,17 +414,13 @@ class LayerGraphs:
         """Nothing more is captured of layers like the one with a number; of none if it is -1."""
         kinds = next((layer.kinds for layer in self.layers if layer.number == number), None)
         self.layers = [layer for layer in self.layers if kinds is not None and layer.kinds != kinds]
+        self._inside = Inside(self.layers)
         self._free.clear()
         self._follow()
         if not self.layers:
             self.refused = why
         of = " of " + " and ".join(kind.name for kind in kinds or () if kind) if self.layers else ""
         logger.warning("layers%s run without CUDA graphs: %s", of, why)
-
-
-def _hooks(modules: Iterable[Any]) -> Iterator[Any]:
-    fields = map(vars, modules)
-    return (hook for owned in fields for name in _HOOKS for hook in owned[name].values())
 
 
 def _leave(context: SegmentContext, layers: Sequence[int]) -> None:

@@ -92,8 +92,12 @@ def test_nothing_is_captured_where_a_hook_would_be_left_out():
     assert made(watched).captures == 0 and len(seen) > 3
     same(ours, without(plain, config()))
     handle.remove()
-    steps(watched, config())
-    assert made(watched).captures > 0
+    steps(watched, config(), 2)
+    assert made(watched).captures > 0 and made(watched).used
+    inside.new = torch.nn.Identity()
+    inside.new.register_forward_hook(print)
+    steps(watched, config(), 2)
+    assert not made(watched).used
 
 
 @pytest.mark.usefixtures("recorded_graphs")
