@@ -7,8 +7,9 @@
 # OUTPUT gets one JSON file per row; the tables go to stdout. Exit code 0 when everything was aligned and timed.
 #
 # Environment variables:
-#   ROWS      which of moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps mtp mtp-moonlight to run
-#             (default: all). transformer-engine has no packs with sinks: gpt-oss has one rollout per microbatch, and its
+#   ROWS      which of moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps mtp mtp-moonlight mtp-five
+#             mtp-hybrid to run (default: all but the last two, which need megatron-core 0.19; mtp-hybrid, of Nemotron-H's
+#             widths, also mamba-ssm and causal-conv1d). transformer-engine has no packs with sinks: gpt-oss has one rollout per microbatch, and its
 #             other two rows no sinks
 #   DATA      folder of the rollout files, for steps (default: ../shared/data)
 #   SETS      the sets, by their files' names (default: rag_musique rag_hotpot_llm)
@@ -27,6 +28,12 @@ oss=(--model gpt-oss-20b --set num_layers=12 --set num_moe_experts=8)
 # is off for this model, as for all with YaRN: in packs it leaves their scale out.
 oss_packs=("${oss[@]}" --set softmax_type=vanilla)
 mtp=(--set mtp_num_layers=1 --set vocab_size=65536 --shapes 10240:2048:8)
+five=(--set mtp_num_layers=5 --set mtp_use_repeated_layer=true --set mtp_detach_heads=true --set vocab_size=65536
+    --shapes 10240:2048:8)
+nemotron=(--model tiny-nemotron-h --set num_layers=12 --set hybrid_override_pattern=M-M-M*-M-M*- --set hidden_size=4096
+    --set num_attention_heads=32 --set num_query_groups=8 --set kv_channels=128 --set ffn_hidden_size=16384
+    --set mamba_num_heads=128 --set mamba_head_dim=64 --set mamba_state_dim=128 --set mamba_num_groups=8
+    --set init_method_std=0.02 --baseline rollout)
 status=0
 for row in ${ROWS:-moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps mtp mtp-moonlight}; do
     case $row in
@@ -41,6 +48,8 @@ for row in ${ROWS:-moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt
     gpt-oss-steps) row_options=("${oss_packs[@]}" --set num_layers=8 "${steps[@]}") ;;
     mtp) row_options=(--model qwen3-8b --set num_layers=12 "${mtp[@]}") ;;
     mtp-moonlight) row_options=("${moonlight[@]}" "${mtp[@]}") ;;
+    mtp-five) row_options=(--model qwen3-8b --set num_layers=12 "${five[@]}") ;;
+    mtp-hybrid) row_options=("${nemotron[@]}" --set "mtp_hybrid_override_pattern=*-" "${five[@]}") ;;
     *)
         echo "ROWS: $row is none of the rows" >&2
         exit 2

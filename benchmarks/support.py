@@ -32,6 +32,7 @@ COMMAND = "python -m benchmarks.support"
 PART = re.compile(rf"(<!-- (\w+): {COMMAND} -->\n)(.*?)(<!-- end of \2 -->)", re.S)
 FAMILIES = {
     "vision-language": r"-VL-",
+    "hybrid (Mamba2)": r"Nemotron-H",
     "multi-token prediction": r"MTP",
     "hybrid (GatedDeltaNet)": r"Qwen3\.5|Qwen3-Next",
     "MLA, with and without experts": r"Moonlight|DeepSeek",
