@@ -1172,13 +1172,37 @@ _OWN_DSA = (
     _replaying(
         "places-in-packs",
         "features/own_dsa/replay.py",
-        "        return torch.where(rows < 0, rows, rows - starts[:, None]), positions",
+        "        return torch.where(rows < 0, rows, places), positions",
         "        return rows, positions",
     ),
     _replaying(
         "later-positions-not-refused",
         "features/own_dsa/replay.py",
-        "        if is_late:",
+        "    return (places > positions[:, None]).sum() + gaps.sum()",
+        "    return gaps.sum()",
+    ),
+    _replaying(
+        "gaps-not-refused",
+        "features/own_dsa/replay.py",
+        "    return (places > positions[:, None]).sum() + gaps.sum()",
+        "    return (places > positions[:, None]).sum()",
+    ),
+    _replaying(
+        "other-samples-not-refused",
+        "features/own_dsa/replay.py",
+        ".masked_fill(rows < starts[:, None], len(entry))",
+        "",
+    ),
+    _replaying(
+        "wrong-choices-of-another-stage",
+        "features/own_dsa/replay.py",
+        "        if numbers[-1]:",
+        "        if num_wrong:",
+    ),
+    _replaying(
+        "a-stage-that-chooses-nothing",
+        "features/own_dsa/replay.py",
+        "        if self.rank.groups.pp.size() > 1 and not any(self._modules):",
         "        if None:",
     ),
     _replaying(
@@ -1414,8 +1438,29 @@ _DSA = (
     _indexer_loss(
         "dense-for-sparse",
         "features/dsa/sparse.py",
-        "is_visible = _mask(picked, keys) if self.is_sparse else",
-        "is_visible = _mask(picked, keys) if not self.is_sparse else",
+        "is_visible = _mask(picked, keys) if is_sparse else",
+        "is_visible = _mask(picked, keys) if not is_sparse else",
+    ),
+    _indexer_loss(
+        "scale-kept",
+        "features/dsa/sparse.py",
+        "        scale: float = self._core.softmax_scale",
+        '        scale: float = vars(self).setdefault("s", self._core.softmax_scale)',
+        tests="tests/core/alignment/test_sparse.py -k change_between_steps",
+    ),
+    _indexer_loss(
+        "topk-kept",
+        "features/dsa/sparse.py",
+        'most: int = getattr(self._core, "index_topk", self.indexer.index_topk)',
+        'most: int = vars(self).setdefault("t", self.indexer.index_topk)',
+        tests="tests/core/alignment/test_sparse.py -k change_between_steps",
+    ),
+    _indexer_loss(
+        "kind-of-loss-kept",
+        "features/dsa/sparse.py",
+        'is_sparse = getattr(self._core.config, "dsa_indexer_use_sparse_loss", False)',
+        'is_sparse = vars(self).setdefault("k", self._core.config.dsa_indexer_use_sparse_loss)',
+        tests="tests/core/alignment/test_sparse.py -k change_between_steps",
     ),
     _indexer_loss(
         "index-keys-of-ancestors-untrained",

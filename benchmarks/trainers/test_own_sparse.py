@@ -117,7 +117,9 @@ def test_queues_of_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"stage": "record"}, "while they are recorded"),
     ({"forward_only": True}, "in passes without gradients"),
     ({"entries": [[*PLACES, [0, 1]]]}, "of another number of positions"),
-    ({"entries": [[[0, 1], *PLACES[1:]]]}, "of later positions"),
+    ({"entries": [[[0, 1], *PLACES[1:]]]}, "of later positions, of other samples or with gaps"),
+    ({"entries": [[*PLACES[:4], [3, 4], *PLACES[5:]]]}, "of other samples"),
+    ({"entries": [[*PLACES[:5], [-1, -1], *PLACES[6:]]]}, "with gaps"),
 ])  # fmt: skip
 def test_choices_that_are_refused(
     changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
@@ -134,15 +136,33 @@ def test_choices_that_are_refused(
 
 def test_layouts_whose_choices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing replays where the stage says so."""
-    two = Namespace(size=lambda: 2)
+    one, two = (Namespace(size=lambda size=size: size) for size in (1, 2))
     experts = Namespace(num_moe_experts=4, moe_z_loss_coeff=1.0)
-    facts = {"groups": Namespace(cp=two), "config": experts}
+    facts = {"groups": Namespace(cp=two, pp=one), "config": experts}
     part, _, capture = _replay(monkeypatch, [PLACES], stage="fallthrough", **facts)
     assert ["context parallelism" in one.text for one in part.refusals()] == [True, False]
     part.read_last(capture, None)
     assert [*part.same(())] == [] and part._numbers is None
     part, _, _ = _replay(monkeypatch, [PLACES])
     assert [*part.refusals()] == []
+    part, _, _ = _replay(monkeypatch, [], groups=Namespace(cp=one, pp=two))
+    assert ["whose layers choose nothing" in reason.text for reason in part.refusals()] == [True]
+
+
+def test_last_positions_and_padding_may_have_no_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, _, capture = _replay(monkeypatch, [[*PLACES[:3], [-1, -1], *[[-1, -1]] * 4]])
+    part.read_last(capture, None)
+    assert [*part.same(())] == [] and part._numbers is not None
+
+
+def test_wrong_choices_of_another_stage_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first stage, which makes the segments, would not know."""
+    one, two = (Namespace(size=lambda size=size: size) for size in (1, 2))
+    part, _, capture = _replay(monkeypatch, [PLACES], groups=Namespace(cp=one, pp=two))
+    part.read_last(capture, None)
+    monkeypatch.setattr(replay.dist, "all_reduce", lambda numbers, group: numbers[-1:].add_(1))
+    with pytest.raises(CannotShare, match="of later positions"):
+        part.same(())
 
 
 def test_a_position_without_choices_sees_the_first_rows() -> None:

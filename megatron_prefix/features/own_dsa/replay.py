@@ -63,6 +63,8 @@ class IndexerReplay(StepPart):
         """See StepPart."""
         if self.rank.groups.cp.size() > 1:
             yield OWN_DSA_REPLAY.given("with context parallelism")
+        if self.rank.groups.pp.size() > 1 and not any(self._modules):
+            yield OWN_DSA_REPLAY.given("with a stage whose layers choose nothing")
         config = self.rank.config
         rate = (
             getattr(config, "moe_router_bias_update_rate", 0) if self.rank.model.has_experts else 0
@@ -104,20 +106,20 @@ class IndexerReplay(StepPart):
         self._numbers = None
         if not self._entries:
             return ()
-        total, is_late = None, torch.zeros((), dtype=torch.bool, device=self.rank.device)
+        total, num_wrong = None, torch.zeros(1, dtype=torch.int64, device=self.rank.device)
         for module, entries in self._entries.items():
             rows = [*map(self._relative, entries, self._begins)]
             of_layer = torch.cat([_numbers_of(places) for places, _ in rows]) * module.layer_number
             spread = of_layer * _LAYER
             spread = spread ^ (spread >> 31)
             total = spread if total is None else total + spread
-            for places, positions in rows:
-                is_late |= (places > positions[:, None]).any()
+            num_wrong += sum(_num_wrong(*each) for each in rows)
+        numbers = torch.cat([total, num_wrong])  # type: ignore[list-item]
         if self.rank.groups.pp.size() > 1:
-            dist.all_reduce(total, group=self.rank.groups.pp)
-        self._numbers = total.cpu().numpy()  # type: ignore[union-attr]
-        if is_late:
-            raise refused(OWN_DSA_REPLAY, "of later positions")
+            dist.all_reduce(numbers, group=self.rank.groups.pp)
+        self._numbers = numbers[:-1].cpu().numpy()
+        if numbers[-1]:
+            raise refused(OWN_DSA_REPLAY, "of later positions, of other samples or with gaps")
         return ()
 
     def build(
@@ -173,13 +175,15 @@ class IndexerReplay(StepPart):
         return Queue(module.indexer_replay, self._manager)
 
     def _relative(self, entry: Tensor, begins: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Places in rollouts of one microbatch [positions, topk], and positions in them."""
+        """Places in rollouts of one microbatch [positions, topk], those of rollouts before behind
+        all others, and positions in rollouts."""
         device = self.rank.device
         rows, starts = entry.to(device).long(), torch.zeros(len(entry), dtype=torch.int64)
         starts[begins[1:]] = torch.tensor(begins).diff()
         starts = starts.cumsum(0).to(device)
         positions = torch.arange(len(entry), device=device) - starts
-        return torch.where(rows < 0, rows, rows - starts[:, None]), positions
+        places = (rows - starts[:, None]).masked_fill(rows < starts[:, None], len(entry))
+        return torch.where(rows < 0, rows, places), positions
 
 
 def choices_of(parts: Iterable[StepPart], module: Any, index: int) -> Tensor | None:
@@ -203,6 +207,14 @@ def _entries_of(told: Sequence[Told | None]) -> Iterator[Tensor]:
             yield call.routes
     if any(call is None or call.routes is None for call in told) and any(told):
         raise refused(OWN_DSA_REPLAY, "in some calls only")
+
+
+def _num_wrong(places: Tensor, positions: Tensor) -> Tensor:
+    """How many places are behind their positions, or in no rollout of theirs; and how many
+    positions have none though the next one has some: miles lets these see the pack's first rows."""
+    has_none = (places < 0).all(1)
+    gaps = has_none[:-1] & ~has_none[1:] & (positions[1:] > 0)
+    return (places > positions[:, None]).sum() + gaps.sum()
 
 
 def _numbers_of(places: Tensor) -> Tensor:
