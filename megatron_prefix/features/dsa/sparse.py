@@ -84,12 +84,22 @@ class Sparse(Latents):
     def __init__(self, module: Any, number: int, running: Running) -> None:
         super().__init__(module, number, running)
         core = module.core_attention
-        self.topk, self.scale = core.indexer.index_topk, core.softmax_scale
         self.has_relu = getattr(module.config, "dsa_indexer_scoring_relu", True)
-        self.is_sparse = getattr(module.config, "dsa_indexer_use_sparse_loss", False)
         self.num_heads = max(self._heads, core.indexer.index_n_heads)
         self._core, self.indexer, self._caught = core, core.indexer, list[Tensor]()
         running.rotary.add(self.indexer.rotary_pos_emb)
+
+    @property
+    def topk(self) -> int:
+        """How many keys a query sees at most, as it is now; the core's own number since 0.19."""
+        most: int = getattr(self._core, "index_topk", self.indexer.index_topk)
+        return most
+
+    @property
+    def scale(self) -> float:
+        """Of attention's scores, as it is now."""
+        scale: float = self._core.softmax_scale
+        return scale
 
     @property
     def indexer_weights(self) -> list[Tensor]:
@@ -187,7 +197,8 @@ class Sparse(Latents):
             weight: of the queries, float64 [queries].
         """
         num, keys = len(picked), len(index.key)
-        is_visible = _mask(picked, keys) if self.is_sparse else _causal(num, keys, picked.device)
+        is_sparse = getattr(self._core.config, "dsa_indexer_use_sparse_loss", False)  # as it is now
+        is_visible = _mask(picked, keys) if is_sparse else _causal(num, keys, picked.device)
         target = attention_target(*pair, is_visible, self.scale, self.indexer.pg_collection.tp)
         with torch.enable_grad():
             leaves = Index(*(tensor.detach().requires_grad_() for tensor in index))

@@ -5,6 +5,7 @@ from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_prefix.errors import CannotShare
@@ -71,21 +72,12 @@ def test_ties_are_told(heads, is_tied, monkeypatch, caplog):
 
 
 def test_a_frozen_indexer_has_no_gradient():
-    def freeze(model):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".indexer." not in name)
-        return model
-
-    twin, model = (freeze(model_of({}, wrap_ddp=False)) for _ in "ab")
+    twin, model = (model_of({}, wrap_ddp=False) for _ in "ab")
+    for name, parameter in (*twin.named_parameters(), *model.named_parameters()):
+        parameter.requires_grad_(".indexer." not in name)
     expected = steps.plain(twin, steps.Contract(), hybrid.items())
-    steps.call(schedule_with(chunk_tokens=7), steps.Contract().step, model, hybrid.items())
-    found = steps.gradients(model)
-    for name, parameter in model.named_parameters():
-        if ".indexer." in name:
-            assert parameter.grad is None
-        else:
-            largest = (found[name] - expected.gradients[name]).abs().max()
-            assert largest <= EXACT * expected.terms[name], name
+    assert worst(model, expected, chunk_tokens=7) <= EXACT
+    assert all(one.grad is None for name, one in model.named_parameters() if ".indexer." in name)
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.5])
@@ -98,13 +90,26 @@ def test_an_indexer_that_is_trained_gets_zeros(coefficient):
     assert own and all(one is not None and not one.any() for one in own.values())
 
 
+def test_an_indexer_and_its_loss_may_change_between_steps():
+    """That of DeepSeek-V3.2 was warmed up by the dense loss."""
+    step, found = steps.Contract().step, []
+    for schedule in (forward_backward_no_pipelining, schedule_with(chunk_tokens=7)):
+        model = model_of({"dsa_indexer_loss_coeff": 0.5}, wrap_ddp=False)
+        steps.run(schedule, step, model, hybrid.items())
+        for layer in language_model(model).decoder.layers:
+            core = layer.self_attention.core_attention
+            core.config.dsa_indexer_use_sparse_loss, core.softmax_scale = True, 0.3
+            core.index_topk = core.indexer.index_topk = 3
+        found.append(steps.run(schedule, step, model, hybrid.items())[1])
+    assert max(float((found[1][n] - x).abs().max()) for n, x in found[0].items()) <= EXACT
+
+
 def test_what_of_an_indexers_loss_is_refused(monkeypatch):
     monkeypatch.setattr(loss, "is_since", lambda _: True)
     model = language_model(model_of({}, wrap_ddp=False))
     model.decoder.layers[-1].self_attention.core_attention.indexer.linear_wk.requires_grad_(False)
     facts = {"model": Namespace(looks_ahead=1), "scale_functions": [print]}
-    rank = Namespace(language_models=[model], **facts)
-    part = loss.IndexerLoss(None, rank, None)
+    part = loss.IndexerLoss(None, Namespace(language_models=[model], **facts), None)
     names = ("multi-token prediction", "a grad_scale_func of the trainer's own", "frozen weights")
     for name, reason in zip(names, part.refusals(), strict=True):
         assert f"with {name}" in reason.text
@@ -115,15 +120,11 @@ def test_what_of_an_indexers_loss_is_refused(monkeypatch):
 
 def test_work_and_weights_are_those_of_the_modules():
     config = Namespace(**vars(resolve("tiny-deepseek", **sparse.DENSE)) | sparse.DSA)
-    latent = MLA().work(config)
-    assert DSA().work(config).pairs == latent.pairs + 16 * 16
-    decoder = language_model(model_of({}, wrap_ddp=False)).decoder
-    mixers = [one.self_attention for one in decoder.layers]
-    weights = [
-        sum(one.numel() for name, one in mixer.named_parameters() if "norm" not in name)
-        for mixer in mixers
-    ]
-    assert {*weights} == {DSA().parameters(config)}
+    assert DSA().work(config).pairs == MLA().work(config).pairs + 16 * 16
+    for layer in language_model(model_of({}, wrap_ddp=False)).decoder.layers:
+        named = layer.self_attention.named_parameters()
+        weights = sum(one.numel() for name, one in named if "norm" not in name)
+        assert DSA().parameters(config) == weights
 
 
 def test_recomputed_attention_is_refused():
@@ -162,7 +163,6 @@ def test_other_forwards_of_such_layers_are_refused(absorbed):
 OWN = "decoder.layers.0.self_attention"
 ITS_OWN = "layer 0's attention DSAMLASelfAttention, which has a forward"
 FORWARD = sparse.DSAMultiLatentAttention.forward
-SWITCH = "MEGATRON_USE_SGLANG_ROPE"
 
 
 def own_model():
@@ -171,8 +171,7 @@ def own_model():
 
 
 def reads_more(self, *args, **options):
-    out, _ = FORWARD(self, *args, **options)
-    return out + out.roll(1), None
+    return FORWARD(self, *args, **options)[0].roll(1), None
 
 
 def inputs_of_more(self, *given):
@@ -183,8 +182,7 @@ def inputs_of_more(self, *given):
 @pytest.mark.parametrize(("place", "value", "message"), [
     (f"{OWN}.forward", print, ITS_OWN),
     (f"{OWN}.__class__.__base__.forward", reads_more, ITS_OWN),
-    (f"{OWN}.__class__.__base__.get_absorb_query_key_value_tensors", inputs_of_more,
-     ITS_OWN),
+    (f"{OWN}.__class__.__base__.get_absorb_query_key_value_tensors", inputs_of_more, ITS_OWN),
     (f"{OWN}.rotary_pos_emb.forward", print, "rotary embedding YarnRotaryEmbedding: use"),
     ("config.tensor_model_parallel_size", 2, "and without sequence parallelism"),
     ("config.mtp_num_layers", 1, "own sparse attention with multi-token prediction"),
@@ -200,9 +198,9 @@ def test_switches_of_own_layers_are_looked_at_in_every_step(monkeypatch):
     model = own_model()
     parts = install(model).parts
     assert [type(part.kind) for part in parts] == [OwnDSA, FollowingDSA]
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv("MEGATRON_USE_SGLANG_ROPE", "1")
     [refusal] = parts[0].kind.option_refusals(parts[0].module, model.config)
-    assert SWITCH in refusal.text
+    assert "MEGATRON_USE_SGLANG_ROPE" in refusal.text
 
 
 def test_calls_are_cut_as_own_layers_want_them():
@@ -212,8 +210,7 @@ def test_calls_are_cut_as_own_layers_want_them():
     check_slices(capture, rank, Slices.CONTIGUOUS)
     with pytest.raises(CannotShare, match="chunks of the zig-zag"):
         check_slices(capture, rank, Slices.ZIGZAG)
-    rank.language_models[:] = [model_of({}, wrap_ddp=False)]
-    rank.models = rank.language_models
+    rank.models = rank.language_models = [model_of({}, wrap_ddp=False)]
     with pytest.raises(CannotShare, match="contiguous parts"):
         check_slices(capture, rank, Slices.CONTIGUOUS)
 
