@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
 
 from megatron_prefix.trainers.trainer import Trainer, version_of
 
@@ -31,7 +32,10 @@ def is_tested(package: str, version: str) -> bool:
     """Whether a version ran, or lies between two that did."""
     ranges = (one.partition(" to ") for one in TESTED[package])
     sets = (SpecifierSet(f">={first},<={last or first}") for first, _, last in ranges)
-    return any(one.contains(version, prereleases=True) for one in sets)
+    try:
+        return any(one.contains(version, prereleases=True) for one in sets)
+    except InvalidVersion:  # somebody's own name; newer packaging says False
+        return False
 
 
 def untested(trainers: Iterable[Trainer]) -> list[str]:
