@@ -1844,6 +1844,30 @@ _FEATURES = (
         "tests/test_cases.py -k mtp",
     ),
     _feature(
+        "mtp-weights-not-moved", "features/mtp/tables.py",
+        "        places = self.places[first:] - depth",
+        "        places = self.places[first:]",
+        "tests/test_cases.py -k mtp",
+    ),
+    _feature(
+        "mtp-weights-of-one-rollout", "features/mtp/tables.py",
+        "        counts[:, np.searchsorted(places, part.places)] += part.counts",
+        "        counts[:, np.searchsorted(places, part.places)] = part.counts",
+        "tests/test_cases.py -k mtp",
+    ),
+    _feature(
+        "mtp-rows-of-all-depths", "features/mtp/tables.py",
+        "[rows[:, rows[2] == depth] for rows in heard]",
+        "heard",
+        "tests/test_cases_across_ranks.py",
+    ),
+    _feature(
+        "mtp-owners-of-one-rank", "features/mtp/tables.py",
+        "        for rank in range(1, size):",
+        "        for rank in ():",
+        "tests/test_cases_on_ranks.py -k cp2",
+    ),
+    _feature(
         "recurrent-rule-tried-without-gradients", "features/recurrent/probe.py",
         "@torch.inference_mode(False)  # which turns gradients on, too\n", "",
         f"{_F}/recurrent/test_states.py",

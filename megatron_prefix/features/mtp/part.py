@@ -25,7 +25,7 @@ from megatron_prefix.features.mtp.patches import (
     scales_microbatches,
 )
 from megatron_prefix.features.mtp.step import StepAhead
-from megatron_prefix.features.mtp.tables import AheadTables, loss_sums
+from megatron_prefix.features.mtp.tables import AheadTables, LossWeights, loss_sums
 from megatron_prefix.megatron.families import has_mrope
 from megatron_prefix.parts import Attempt, StepPart
 from megatron_prefix.plan.actions import Action
@@ -128,8 +128,9 @@ class MultiToken(StepPart):
         division = methods.division(self.rank.language_models[-1])
         if division.per_token or division.clamps:
             return
+        weights = [LossWeights.of(sample, cp.size()) for sample in samples]
         for depth in range(1, self.rank.model.looks_ahead + 1):
-            remaining, _ = loss_sums(samples, step.microbatch_of, cp.size(), depth)
+            remaining, _ = loss_sums(weights, step.microbatch_of, cp.size(), depth)
             if (remaining[:, cp.rank()] == 0).any():
                 raise refused(AHEAD_NOTHING)
 

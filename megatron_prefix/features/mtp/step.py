@@ -197,6 +197,8 @@ def _shares(rows: Sequence[FurtherRows], device: Any) -> Iterable[_Shares | None
 def _padded_rows(rows: FurtherRows, ranks: int) -> FurtherRows:
     """As many rows for every sequence-parallel rank: the last one again, without a weight."""
     extra = -len(rows.places) % ranks
-    places = np.pad(rows.places, (0, extra), "edge") if extra else rows.places
+    if not extra:
+        return rows
+    places = np.pad(rows.places, (0, extra), "edge")
     labels, weights = np.pad(rows.labels, (0, extra)), np.pad(rows.weights, ((0, 0), (0, extra)))
     return FurtherRows(places, labels, weights)

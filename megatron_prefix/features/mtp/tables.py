@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_prefix.tree import cp_layout
-from megatron_prefix.tree.forest import Forest, Pairs, Segment, Span, shifted
+from megatron_prefix.tree.forest import Forest, Pairs, Segment, Span
 
 Numbers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -42,6 +42,49 @@ class FurtherRows(NamedTuple):
     places: Numbers
     labels: Numbers
     weights: Floats
+
+
+class Counted(NamedTuple):
+    """What labels further on count in a rollout: few positions have any, as prompts have no loss.
+
+    Attributes:
+        places: positions of which the label so far behind counts, int64 [places], ascending.
+        counts: its weight in the loss and in the logged mean, and 1, float64 [3, places].
+    """
+
+    places: Numbers
+    counts: Floats
+
+
+class LossWeights(NamedTuple):
+    """The weights of a rollout's labels, without those that are zero.
+
+    Attributes:
+        places: positions whose label has one, int64 [places], ascending.
+        weights: float64 [places].
+        owners: the context-parallel rank that has each position in the trainer's microbatch, int64
+            [positions].
+    """
+
+    places: Numbers
+    weights: Floats
+    owners: Numbers
+
+    @classmethod
+    def of(cls, sample: Pairs, size: int) -> LossWeights:
+        if sample.weights is None:
+            raise RuntimeError("a sample without the weights of its labels")
+        places, owners = np.flatnonzero(sample.weights), np.zeros(len(sample), np.int64)
+        for rank in range(1, size):
+            owners[cp_layout.rank_positions(len(sample), rank, size)] = rank
+        return cls(places, sample.weights[places], owners)
+
+    def moved(self, depth: int) -> tuple[Numbers, Floats, Numbers]:
+        """Positions of which the label so far behind has a weight, the weights, and the ranks that
+        have the positions."""
+        first = np.searchsorted(self.places, depth)
+        places = self.places[first:] - depth
+        return places, self.weights[first:], self.owners[places]
 
 
 @dataclass(frozen=True)
@@ -123,22 +166,23 @@ class AheadTables:
         self._heard: dict[int, list[Floats]] = collections.defaultdict(list)
         self._depths = range(1, depths + 1)
         self.undefined: list[bool] = []
-        self._counted = {depth: self._counts_at(depth, division) for depth in self._depths}
+        weights = [LossWeights.of(sample, size) for sample in samples]
+        self._counted = {depth: self._counts_at(depth, division, weights) for depth in self._depths}
 
-    def _counts_at(self, depth: int, division: Division) -> list[Floats]:
-        """What the label so far behind a position counts: by rollout, [3, positions]. It counts by
-        its microbatch, and by the rank of the position."""
-        samples, (rank, size) = self._samples, self._place
-        remaining, full = loss_sums(samples, self._microbatch_of, size, depth)
+    def _counts_at(
+        self, depth: int, division: Division, weights: Sequence[LossWeights]
+    ) -> list[Counted]:
+        """By rollout; a label counts by its microbatch, and by the rank of the position."""
+        rank, size = self._place
+        remaining, full = loss_sums(weights, self._microbatch_of, size, depth)
         self.undefined.append(not division.clamps and bool((remaining[:, rank] == 0).any()))
         in_loss, in_mean = division.in_loss(remaining, full), division.in_mean(remaining)
-        shares_of = (_moved_weights(sample, depth) for sample in samples)
-        return [
-            np.stack([in_loss[m, owners] * shares, in_mean[m, owners] * shares, shares != 0])
-            for m, owners, shares in zip(
-                self._microbatch_of, _owners(samples, size), shares_of, strict=True
-            )
-        ]
+        result = []
+        for of_rollout, m in zip(weights, self._microbatch_of, strict=True):
+            places, shares, owners = of_rollout.moved(depth)
+            counts = in_loss[m, owners] * shares, in_mean[m, owners] * shares, shares != 0
+            result.append(Counted(places, np.stack(counts)))
+        return result
 
     @property
     def lengths(self) -> list[int]:
@@ -158,16 +202,21 @@ class AheadTables:
                 inputs[depth - 1, 0, : len(later)] = later
                 inputs[depth - 1, 1, : len(later)] = np.arange(len(later)) + span.start + depth
             table.append(inputs)
+        whole = np.concatenate(table, axis=2)
+        if self._place[1] == 1:
+            return whole
         spans = [span.padded for segment in self._forest.segments for span in segment.spans]
-        return np.concatenate(table, axis=2)[..., cp_layout.held_positions(spans, *self._place)]
+        return whole[..., cp_layout.held_positions(spans, *self._place)]
 
     def told(self, index: int) -> Floats:
         """What the owner of a segment hears of this rank's rollouts: per row its span, place in the
         span, label, depth and weights, float64 [7, rows]."""
-        spans = self._forest.segments[index].spans
-        parts = [_weighed(self._of_span(span)) for span in spans]
-        numbers = np.repeat(np.arange(len(spans)), [part.shape[1] for part in parts])
-        return np.concatenate([numbers[None], np.concatenate(parts, axis=1)])
+        parts = []
+        for number, span in enumerate(self._forest.segments[index].spans):
+            for depth in self._depths:
+                part = self._of_depth(span, depth)
+                parts.append(np.concatenate([np.full((1, part.shape[1]), number), part]))
+        return np.concatenate(parts, axis=1)
 
     def hear(self, index: int, spans: Sequence[int], rows: Floats) -> None:
         """Takes what another rank has `told` of some spans of a segment, before `rows` is asked."""
@@ -179,15 +228,20 @@ class AheadTables:
         """Of every segment, by depth, those labels that have a weight; none of what another rank
         computes."""
         for index, segment in enumerate(self._forest.segments):
-            is_local = segment.source < 0
-            table = self._rows(segment, self._heard[index]) if is_local else self._nothing
-            yield [_split_rows(table[:, table[2] == depth]) for depth in self._depths]
+            heard, is_local = self._heard[index], segment.source < 0
+            of_depths = (
+                self._rows(segment, depth, [rows[:, rows[2] == depth] for rows in heard])
+                if is_local
+                else self._nothing
+                for depth in self._depths
+            )
+            yield [*map(_split_rows, of_depths)]
 
-    def _rows(self, segment: Segment, columns_by_rank: Sequence[Floats]) -> Floats:
+    def _rows(self, segment: Segment, depth: int, columns_by_rank: Sequence[Floats]) -> Floats:
         columns = [self._nothing, *columns_by_rank]
         start = 0
         for span in segment.spans:
-            part = self._of_span(span)
+            part = self._of_depth(span, depth)
             part[0] += start
             columns.append(part)
             start += span.padded
@@ -198,49 +252,57 @@ class AheadTables:
             local_rows[positions] = np.arange(len(positions))
             table[0] = local_rows[table[0].astype(np.int64)]
             table = table[:, table[0] >= 0]
-        table = _weighed(_merged_rows(table) if columns_by_rank else table)
-        return table[:, np.argsort(table[0], kind="stable")]
-
-    def _of_span(self, span: Span) -> Floats:
-        """Place in a span, label, depth and weights of its rows, [6 and more, rows]."""
-        if not span.rollouts:  # a filler
-            return self._nothing.copy()
-        return np.concatenate([self._of_depth(span, depth) for depth in self._depths], axis=1)
+        table = _merged_rows(table) if columns_by_rank else table
+        is_sorted = (table[0, 1:] >= table[0, :-1]).all()
+        return table if is_sorted else table[:, np.argsort(table[0], kind="stable")]
 
     def _of_depth(self, span: Span, depth: int) -> Floats:
+        """Place in a span, label, depth and weights of its rows, [6 and more, rows]; of a label
+        that some rollout weighs, if by nothing else, by the number of such rollouts."""
+        if not span.rollouts:  # a filler
+            return self._nothing.copy()
         inside = max(span.length - depth, 0)  # so many positions have their label in the span
-        weights = np.zeros((3 + self._apart, inside))
+        parts: list[Counted] = []
         ends: dict[tuple[int, int], Floats] = {}
         for rollout in span.rollouts:
-            labels, counted = self._samples[rollout].labels, self._counts(rollout, span, depth)
-            weights += counted[:, :inside]
-            later = labels[span.start + inside + depth : span.end + depth].tolist()
-            for place, label in enumerate(later, inside):
-                before = ends.get((place, label), np.zeros(len(weights)))
-                ends[place, label] = before + counted[:, place]
-        labels = self._samples[span.rollouts[0]].labels[span.start + depth :][:inside]
-        places = np.arange(inside)
-        table = np.concatenate([np.stack([places, labels, np.full(inside, depth)]), weights])
+            labels = self._samples[rollout].labels[span.start + depth :]
+            places, counts = self._counts(rollout, span, depth)
+            num = int(np.searchsorted(places, inside))
+            parts.append(Counted(places[:num], counts[:, :num]))
+            for place, of_place in zip(places[num:].tolist(), counts.T[num:], strict=True):
+                key = place, int(labels[place])
+                ends[key] = ends.get(key, np.zeros(len(of_place))) + of_place
+        places, counts = _added(parts)
+        labels = self._samples[span.rollouts[0]].labels[span.start + depth :][places]
+        table = np.concatenate([np.stack([places, labels, np.full(len(places), depth)]), counts])
         last = [
-            np.array([place, label, depth, *counts]).reshape(-1, 1)
-            for (place, label), counts in ends.items()
+            np.array([place, label, depth, *of_place]).reshape(-1, 1)
+            for (place, label), of_place in ends.items()
         ]
         return np.concatenate([table, *last], axis=1)
 
-    def _counts(self, rollout: int, span: Span, depth: int) -> Floats:
-        """What the labels so far behind a span's positions count in a rollout, [3 and more,
-        positions]."""
-        counted = self._counted[depth][rollout][:, span.start : span.end]
+    def _counts(self, rollout: int, span: Span, depth: int) -> Counted:
+        """What the labels so far behind a span's positions count in a rollout, by place in the
+        span, [3 and more, places]."""
+        places, counts = self._counted[depth][rollout]
+        first, last = np.searchsorted(places, [span.start, span.end])
+        places, counts = places[first:last] - span.start, counts[:, first:last]
         if not self._apart:
-            return counted
-        apart = np.zeros((self._apart, span.length))
-        apart[self._microbatch_of[rollout]] = counted[0]
-        return np.concatenate([counted, apart])
+            return Counted(places, counts)
+        apart = np.zeros((self._apart, len(places)))
+        apart[self._microbatch_of[rollout]] = counts[0]
+        return Counted(places, np.concatenate([counts, apart]))
 
 
-def _weighed(table: Floats) -> Floats:
-    """Rows [6 and more, rows] of which any weight is not zero."""
-    return table[:, (table[3:] != 0).any(axis=0)]
+def _added(parts: Sequence[Counted]) -> Counted:
+    """What several rollouts count at the places of all of them."""
+    if len(parts) == 1:
+        return parts[0]
+    places = np.unique(np.concatenate([part.places for part in parts]))
+    counts = np.zeros((len(parts[0].counts), len(places)))
+    for part in parts:
+        counts[:, np.searchsorted(places, part.places)] += part.counts
+    return Counted(places, counts)
 
 
 def _merged_rows(table: Floats) -> Floats:
@@ -256,33 +318,14 @@ def _split_rows(table: Floats) -> FurtherRows:
 
 
 def loss_sums(
-    samples: Sequence[Pairs], microbatch_of: Sequence[int], size: int = 1, depth: int = 1
+    weights: Sequence[LossWeights], microbatch_of: Sequence[int], size: int = 1, depth: int = 1
 ) -> tuple[Floats, Floats]:
     """Weights of every microbatch on every context-parallel rank, moved by `depth` and as they are:
     float64 [microbatches, size] each."""
     num = max(microbatch_of, default=-1) + 1
     remaining, full = np.zeros((2, num, size))
-    for sample, m, owners in zip(samples, microbatch_of, _owners(samples, size), strict=True):
-        full[m] += np.bincount(owners, _loss_weights(sample), size)
-        remaining[m] += np.bincount(owners, _moved_weights(sample, depth), size)
+    for of_rollout, m in zip(weights, microbatch_of, strict=True):
+        for sums, by in ((remaining, depth), (full, 0)):
+            _, shares, owners = of_rollout.moved(by)
+            sums[m] += np.bincount(owners, shares, size)
     return remaining, full
-
-
-def _loss_weights(sample: Pairs) -> Floats:
-    if sample.weights is None:
-        raise RuntimeError("a sample without the weights of its labels")
-    return sample.weights
-
-
-def _moved_weights(sample: Pairs, depth: int) -> Floats:
-    """The weight of the label so far behind each position's own."""
-    return shifted(_loss_weights(sample), depth, 0.0)
-
-
-def _owners(samples: Sequence[Pairs], size: int) -> Iterator[Numbers]:
-    """Per sample the context-parallel rank that has each position in the trainer's microbatch."""
-    for sample in samples:
-        owners = np.zeros(len(sample), np.int64)
-        for rank in range(size):
-            owners[cp_layout.rank_positions(len(sample), rank, size)] = rank
-        yield owners
