@@ -590,7 +590,7 @@ _VISION = (
     _vision(
         "further-labels-move-by-padded-ends",
         "features/mtp/patches.py",
-        'return _PADDED_ENDS in getattr(type(model).forward, "__globals__", ())',
+        'return _PADDED_ENDS in getattr(code, "co_names", ())',
         "return True",
         "tests/core/layers/test_mtp.py -k padding",
     ),

@@ -96,15 +96,15 @@ def up_to_losses(trained: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def pair_codes(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> Iterator[np.ndarray]:
-    """Per rollout a number for each (input, label) pair from `start` to its end, uint64
+    """Per rollout a number for each (input of 63 bits, label of 32) from `start` to its end, uint64
     [positions]. In batches: single rollouts cost calls, and all at once fresh pages of memory."""
     places = [*itertools.accumulate(ends, initial=0)]
     for _, batch in itertools.groupby(range(len(ends)), lambda number: places[number] // AT_ONCE):
         cuts = [(rollouts[number], slice(start, ends[number])) for number in batch]
         inputs = [rollout.inputs[cut] for rollout, cut in cuts]
-        codes = np.concatenate(inputs, dtype=np.int64) << 32
+        numbers = np.concatenate(inputs, dtype=np.int64)
         labels = np.concatenate([rollout.labels[cut] for rollout, cut in cuts], dtype=np.int64)
-        codes |= labels & 0xFFFFFFFF
+        codes = numbers << 32 | (labels ^ numbers >> 32) & 0xFFFFFFFF
         bounds = itertools.accumulate(map(len, inputs), initial=0)
         yield from (codes.view(np.uint64)[a:b] for a, b in itertools.pairwise(bounds))
 

@@ -39,7 +39,8 @@ def further_tokens(call: Any) -> Any:
 
 def moves_by_padded_ends(model: Any) -> bool:
     """Whether a model's labels move by the padded ends of packs, whatever `cu_seqlens_q` has."""
-    return _PADDED_ENDS in getattr(type(model).forward, "__globals__", ())
+    code = getattr(type(model).forward, "__code__", None)
+    return _PADDED_ENDS in getattr(code, "co_names", ())
 
 
 def scales_microbatches(packings: Iterable[Any], config: Any) -> bool:

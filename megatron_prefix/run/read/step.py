@@ -243,8 +243,8 @@ def _samples(
 def with_next_tokens(samples: Sequence[Pairs], num: int = 1) -> list[Pairs]:
     """Samples whose positions are shared only where so many next inputs are the same, too: so a
     span ends as many positions before its rollouts differ. The first of them is the label, unless
-    labels are masked."""
-    labels_tell = all(np.array_equal(sample.labels[:-1], sample.inputs[1:]) for sample in samples)
+    labels are masked, or numbers of which the tree reads 32 bits."""
+    labels_tell = all(np.array_equal(s.labels[:-1] & 0xFFFFFFFF, s.inputs[1:]) for s in samples)
     shifts = range(1 + labels_tell, num + 1)
     if not shifts:
         return [*samples]

@@ -266,9 +266,11 @@ def test_stock_is_wrong_in_packs_whose_ends_leave_padding_out():
     """Why they are refused; rows have both. Its labels are those of other samples, and weights of
     the layer, which get a gradient of its own loss alone, are off by a third. Megatron-Bridge's
     models for images hand it the other ends."""
-    space = {"_get_mtp_packed_seq_params": None}
-    exec("class Bridge:\n    def forward(self): ...", space)
-    assert moves_by_padded_ends(space["Bridge"]()) and not moves_by_padded_ends(model_of())
+    space = {"_get_mtp_packed_seq_params": None}  # in whose place the second class is, too
+    exec("class Own:\n def forward(self): _get_mtp_packed_seq_params(self)", space)
+    exec("class Hybrid:\n def forward(self): ...", space)
+    others = space["Hybrid"](), model_of()
+    assert moves_by_padded_ends(space["Own"]()) and not any(map(moves_by_padded_ends, others))
     right, wrong = (
         oracle.run(judge.case_of(row("mtp", form=form)), "stock")[0].gradients
         for form in ("thd_ends", "thd_padded")

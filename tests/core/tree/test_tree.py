@@ -15,6 +15,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.plans.forest import max_depth, num_trees, trees
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
+from megatron_prefix.run.read.step import with_next_tokens
 from megatron_prefix.tree import Pairs, Place, TreeOptions, build, find_shared
 from megatron_prefix.tree.forest import MOST_EXPERTS
 from megatron_prefix.tree.payload_map import payload_map
@@ -98,6 +99,17 @@ def test_rollouts_that_mean_nothing_are_refused():
         build([as_pairs([1], [2, 3], [True])])
     with pytest.raises(UserError, match="1 group numbers for 2 rollouts"):
         build([good, good], [0])
+
+
+def test_numbers_of_rows_are_told_apart_by_every_bit():
+    """The second rollout's fifth is another; without labels the next numbers are in their place."""
+    numbers = np.random.default_rng(0).integers(2**62, 2**63 - 1, 8)
+    for bit in range(63):
+        rows = numbers, numbers ^ np.where(np.arange(8) == 4, 1 << bit, 0)
+        labelled = [as_pairs(row, range(8), [True] * 8) for row in rows]
+        ahead = with_next_tokens([as_pairs(row, [*row[1:], -2], [True] * 8) for row in rows])
+        assert build(labelled, [0, 0], exact()).executed_tokens == 12
+        assert build(ahead, [0, 0], exact()).executed_tokens == 13
 
 
 def caterpillar(num, length):

@@ -55,9 +55,7 @@ def test_equal_rows_have_equal_codes():
     assert not {*one} & {*third}
     text = call(1, **{MASK: None, DEEPSTACK: None})  # the same beside images and without any
     one, other = codes(call(0), text)
-    assert [a == b for a, b in zip(one, other, strict=True)] == [
-        True, True, False, False, True, True,
-    ]  # fmt: skip
+    assert (np.array(one) == other).tolist() == [True, True, False, False, True, True]
 
 
 @pytest.mark.parametrize("what", ["row", "position", "deep", "mask", "none"])
@@ -81,6 +79,11 @@ def test_what_tells_rows_apart(what):
 
 
 def test_tokens_with_positions_of_their_own():
+    assert chunk_rows([], rank(), 0) is None
+    text = [ModelCall(0, {"input_ids": torch.zeros(1, 4)})]
+    assert chunk_rows(text, rank(mrope=False), 0) is None
+    with pytest.raises(CannotShare, match="the model looks at positions"):
+        chunk_rows(text, rank(), 0)
     ids = torch.arange(4).expand(3, 1, 4)
     calls = [ModelCall(n, {"position_ids": one}) for n, one in enumerate([ids, ids, ids + 1])]
     tokens = np.array([7, 8, 7, 9] * 3)
@@ -109,14 +112,6 @@ def test_tokens_beside_embeddings():
     for changed in (None, ids[:, :4], ids.view(2, 3)):
         with pytest.raises(CannotShare, match="embeddings without input_ids of the same pos"):
             beside_embeddings([calls[0], call(1, input_ids=changed)], 1)
-
-
-def test_what_has_nothing_to_give():
-    assert chunk_rows([], rank(), 0) is None
-    text = [ModelCall(0, {"input_ids": torch.zeros(1, 4)})]
-    assert chunk_rows(text, rank(mrope=False), 0) is None
-    with pytest.raises(CannotShare, match="the model looks at positions"):
-        chunk_rows(text, rank(), 0)
 
 
 def step(spans, lengths):
@@ -163,18 +158,21 @@ def test_gradients_go_to_the_copies_that_rows_were_taken_from():
     assert calls[0][DEEPSTACK][0].grad.abs().sum() == 0
 
 
-def test_gradients_of_several_segments_come_together():
+def test_gradients_of_segments_come_together_in_the_last_attempt():
     calls, spans = [call(0)], [[(0, 0, 4, 4)], [(0, 4, 2, 2)]]
-    made = ChunkRows(calls, rank(), 0)
-    made.codes([6], None)
+    made, found = segment_of(calls, [(0, 0, 6, 6)])
+    found[EMBEDDINGS].sum().backward()
+    made.collect(0)
     both = [step(one, [6]).forest.segments[0] for one in spans]
-    forest = SimpleNamespace(num_positions=[6], segments=both)
-    made.prepare(SimpleNamespace(forest=forest, microbatch_of=[0]))
-    for index in range(2):
-        found = made.arguments(index)
-        (found[EMBEDDINGS].sum() * (2 + index)).backward()
-        made.collect(index)
-    made.backward()
+    again = SimpleNamespace(num_positions=[6], segments=both)
+    for backwards in (0, 2):
+        made.prepare(SimpleNamespace(forest=again, microbatch_of=[0]))
+        for index in range(backwards):
+            found = made.arguments(index)
+            (found[EMBEDDINGS].sum() * (2 + index)).backward()
+            made.collect(index)
+        made.backward()
+        assert backwards or calls[0][EMBEDDINGS].grad is None
     assert calls[0][EMBEDDINGS].grad[:, 0, 0].tolist() == [2, 2, 2, 2, 3, 3]
 
 
@@ -219,16 +217,6 @@ def test_slices_of_a_packs_positions_are_put_together(monkeypatch):
     assert found == [0, 1, 2, *[0] * 6, 9, 10, 11]  # of this rank's slice
 
 
-def test_a_second_attempt_begins_with_nothing():
-    calls, spans = [call(0)], [(0, 0, 6, 6)]
-    made, found = segment_of(calls, spans)
-    found[EMBEDDINGS].sum().backward()
-    made.collect(0)
-    made.prepare(step(spans, [6]))
-    made.backward()
-    assert calls[0][EMBEDDINGS].grad is None
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_first_row_of_positions_where_ranks_have_their_own(size):
     ids = torch.arange(6) + 10 * torch.arange(3)[:, None, None]
@@ -251,22 +239,15 @@ def test_equal_rows_have_equal_numbers_and_others_do_not(dtype):
     assert torch.equal(found[5:9], fingerprints(rows[5:9]))  # whatever they are looked at with
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_fractions_and_signs_count(dtype):
-    rows = torch.tensor([0.0, -0.0, 0.125, 0.25, -0.125, 1.25]).to(dtype)[:, None]
-    assert len(fingerprints(rows).unique()) == len(rows)
-
-
-def test_one_bit_is_enough_and_places_count():
+def test_one_bit_is_enough_and_places_and_signs_count():
     row = torch.zeros(1, 8, dtype=torch.int64)
     others = torch.cat([torch.eye(8, dtype=torch.int64) << bit for bit in range(63)])
     every = torch.cat([row, others, ~others, -others])
     assert len(fingerprints(every).unique()) == len(every.unique(dim=0))
     row = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 3.0], [3.0, 2.0, 1.0]])
-    assert len(fingerprints(row).unique()) == 3
-
-
-def test_pairs_count_in_their_order():
+    fractions = torch.tensor([0.0, -0.0, 0.125, 0.25, -0.125, 1.25])[:, None]
+    for rows in (row, fractions.double(), fractions, fractions.bfloat16()):
+        assert len(fingerprints(rows).unique()) == len(rows)
     numbers = torch.cat([torch.arange(-50, 50), torch.tensor([2**62, -(2**62), 2**63 - 1])])
     one, other = torch.cartesian_prod(numbers, numbers).unbind(1)
-    assert len(combined(one, other).unique()) == len(numbers) ** 2
+    assert len(combined(one, other).unique()) == len(numbers) ** 2  # pairs in their order
