@@ -222,7 +222,7 @@ _GRAPHS = (
     _graphs(
         "frozen-weights-not-seen",
         "features/graphs/inside.py",
-        "        return [*places, *map(_is_trained, self._weights)]",
+        "        return [*places, *map(_is_trained, parameters)]",
         "        return [*places]",
     ),
     _graphs(
@@ -235,14 +235,14 @@ _GRAPHS = (
     _graphs(
         "hooks-not-seen",
         "features/graphs/layers.py",
-        '        return any(package(hook) != "megatron_prefix" for hook in self._inside.hooks)',
-        "        return False",
+        '    return any(package(hook) != "megatron_prefix" for hook in hooks)',
+        "    return False",
     ),
     _graphs(
         "hooks-of-new-modules-not-seen",
         "features/graphs/inside.py",
-        "        if self._read() != self._children:\n            self._list()",
-        "        self._read()",
+        "        if _all(self._held()[0]) != self._children:\n            self._list()\n",
+        "",
     ),
     _graphs(
         "one-set-of-two-segments",

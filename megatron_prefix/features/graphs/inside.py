@@ -22,11 +22,7 @@ _values, _is_trained = operator.methodcaller("values"), operator.attrgetter("req
 
 
 class Inside:
-    """The modules that graphs of some layers run, as they are now.
-
-    Attributes:
-        hooks: in these modules, but for the layers' own, which are called around their forward.
-    """
+    """The modules that graphs of some layers run, as they are now."""
 
     def __init__(self, layers: Sequence[CutLayer]) -> None:
         self._layers = layers
@@ -37,28 +33,29 @@ class Inside:
         own = {*map(id, layers)}
         inside = (module for layer in self._layers for module in layer.modules())
         self._modules = [*layers, *(module for module in inside if id(module) not in own)]
-        self._children = self._read()
+        self._children = _all(self._held()[0])
 
-    def _read(self) -> list[Any]:
-        """Reads what the modules hold now; returns the modules in them."""
+    def _held(self) -> list[Sequence[Any]]:
+        """What the modules hold now, by kind: dicts of each. Weights and hooks are the trainer's to
+        drop, so nothing here keeps them."""
         rows = map(_registries, map(vars, self._modules))
-        children, weights, buffers, *hooks = [*zip(*rows, strict=True)] or [()] * 7
-        self._weights = [weight for weight in _all(weights) if weight is not None]
-        self._buffers = [buffer for buffer in _all(buffers) if buffer is not None]
-        inside = itertools.chain.from_iterable(of[len(self._layers) :] for of in hooks)
-        self.hooks = _all(inside)
-        return _all(children)
+        return [*zip(*rows, strict=True)] or [()] * (3 + len(HOOKS))
 
-    def look(self) -> None:
-        if self._read() != self._children:
+    def look(self) -> list[Any]:
+        """Hooks in the modules, but for the layers' own, which are called around their forward."""
+        if _all(self._held()[0]) != self._children:
             self._list()
+        inside = (of_kind[len(self._layers) :] for of_kind in self._held()[3:])
+        return _all(itertools.chain.from_iterable(inside))
 
     def addresses(self) -> list[int]:
         """Where weights, gradients and buffers are, and which weights are trained."""
-        mains = [getattr(weight, "main_grad", None) for weight in self._weights]
-        gradients = [gradient for gradient in mains if gradient is not None]
-        places = map(Tensor.data_ptr, [*self._weights, *self._buffers, *gradients])
-        return [*places, *map(_is_trained, self._weights)]
+        _, weights, buffers, *_ = self._held()
+        parameters = [weight for weight in _all(weights) if weight is not None]
+        mains = [getattr(parameter, "main_grad", None) for parameter in parameters]
+        others = [tensor for tensor in (*_all(buffers), *mains) if tensor is not None]
+        places = map(Tensor.data_ptr, [*parameters, *others])
+        return [*places, *map(_is_trained, parameters)]
 
 
 def hooks_of(modules: Iterable[Any]) -> list[Any]:

@@ -246,9 +246,9 @@ class LayerGraphs:
     def _look(self) -> None:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
         self._is_new = False
-        self._inside.look()
+        hooks = self._inside.look()
         moved = bool(self._addresses) and self._addresses != self._current_addresses()
-        moved, self._watched = map(bool, self._most_of_ranks(moved, self._is_watched()))
+        moved, self._watched = map(bool, self._most_of_ranks(moved, _are_others(hooks)))
         if moved:
             logger.info("weights or gradients have moved: CUDA graphs are captured again")
             self._free.clear()
@@ -266,12 +266,6 @@ class LayerGraphs:
         dist.all_reduce(pair, dist.ReduceOp.MAX, group=self._group)
         result: list[int] = pair.tolist()
         return result
-
-    def _is_watched(self) -> bool:
-        """Whether anything in the layers has hooks, which a replay would leave out: those with
-        which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own. Ours are
-        around cores (run/read/random_numbers.py), which no graph has."""
-        return any(package(hook) != "megatron_prefix" for hook in self._inside.hooks)
 
     def release(self, segment: int) -> None:
         """After a segment's backward, and after the forward of one that runs again before it."""
@@ -421,6 +415,13 @@ class LayerGraphs:
             self.refused = why
         of = " of " + " and ".join(kind.name for kind in kinds or () if kind) if self.layers else ""
         logger.warning("layers%s run without CUDA graphs: %s", of, why)
+
+
+def _are_others(hooks: Iterable[Any]) -> bool:
+    """Whether any of the hooks in layers would be left out by a replay: those with which Megatron's
+    DDP waits for weights (overlap_param_gather), or somebody's own. Ours are around cores
+    (run/read/random_numbers.py), which no graph has."""
+    return any(package(hook) != "megatron_prefix" for hook in hooks)
 
 
 def _leave(context: SegmentContext, layers: Sequence[int]) -> None:
