@@ -50,11 +50,9 @@ def untested(trainers: Iterable[Trainer]) -> list[str]:
 
 def is_first_rank() -> bool:
     """Of the job; before torch knows its ranks, as the environment says."""
-    import torch
+    from torch import distributed as dist
 
-    if torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
+    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
 
 
 @functools.cache
