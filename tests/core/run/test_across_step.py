@@ -21,7 +21,7 @@ from megatron_prefix.features.across.communicator import Communicator
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS, ACROSS_UNREDUCED
+from megatron_prefix.refusals import table
 from megatron_prefix.run import planning
 from megatron_prefix.run.request import Backoff
 from tests.harness import steps
@@ -223,7 +223,7 @@ def test_all_ranks_end_with_the_reason_of_one(way):
 
 GROUP = SimpleNamespace(size=lambda: 2)
 GATHERING = [SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=True))]
-FREE = {"experts": None, "models": (), "forward_only": False, "reduces": True}
+FREE = {"experts": None, "models": (), "forward_only": False, "reduces": True, "config": None}
 
 
 def asked(mode, across, together=True, gathers_tokens=False, **has):
@@ -245,14 +245,20 @@ def test_ranks_decide_together_in_mode_auto_unless_told():
 
 def test_what_is_in_the_way_is_said():
     assert asked("auto", None, together=False) == step.APART
-    assert asked("auto", None, models=GATHERING) == f"{ACROSS_GATHERS.name} is not supported yet"
-    with pytest.raises(CannotShare, match=ACROSS_GATHERS.name):
+    assert (
+        asked("auto", None, models=GATHERING) == f"{table.ACROSS_GATHERS.name} is not supported yet"
+    )
+    with pytest.raises(CannotShare, match=table.ACROSS_GATHERS.name):
         asked("auto", "on", models=GATHERING)
-    with pytest.raises(CannotShare, match=ACROSS_EXPERTS.name):
+    with pytest.raises(CannotShare, match=table.ACROSS_EXPERTS.name):
         asked("on", "on", experts=GROUP, gathers_tokens=True)
-    with pytest.raises(CannotShare, match=ACROSS_UNREDUCED.name):
+    with pytest.raises(CannotShare, match=table.ACROSS_UNREDUCED.name):
         asked("on", "on", reduces=False)
     assert asked("on", "on", reduces=False, forward_only=True) is None
+    with_loss = SimpleNamespace(dsa_indexer_loss_coeff=0.5)
+    assert (
+        asked("auto", None, config=with_loss) == f"{table.ACROSS_INDEXER.name} is not supported yet"
+    )
 
 
 def test_why_ranks_are_alone_is_logged_once_for_every_reason(caplog):
