@@ -196,6 +196,11 @@ def replays_choices(config: Any) -> bool:
     return _has_own_indexer(config) and bool(getattr(manager, "enabled", False))
 
 
+def has_indexer_loss(config: Any) -> bool:
+    """Whether the indexers of Megatron's sparse attention have a loss (features/dsa/loss.py)."""
+    return _variant(config) == "dsa" and bool(getattr(config, "dsa_indexer_loss_coeff", None))
+
+
 def _is_routed(_: PrefixConfig, rank: Rank) -> bool:
     if not rank.model.has_experts or may_replay(rank.config):
         return rank.model.has_experts
@@ -293,11 +298,7 @@ PARTS: tuple[Feature, ...] = (
     Feature(
         "the loss of sparse attention's indexer",
         f"{_FOLDER}dsa.loss:IndexerLoss",
-        lambda _, rank: bool(
-            _variant(rank.config) == "dsa"
-            and getattr(rank.config, "dsa_indexer_loss_coeff", None)
-            and not rank.forward_only
-        ),
+        lambda _, rank: has_indexer_loss(rank.config) and not rank.forward_only,
     ),
     Feature(
         "the replay of an indexer's choices",

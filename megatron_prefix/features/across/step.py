@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
-from megatron_prefix.features import replays_choices
+from megatron_prefix.features import has_indexer_loss, replays_choices
 from megatron_prefix.features.across.block_tree import RankBeginnings
 from megatron_prefix.features.across.common import beginnings_of, common_spans
 from megatron_prefix.features.across.common_spans import CommonSpans
@@ -114,7 +114,7 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
         return ACROSS_PLAN
     if rank.model.looks_ahead and rank.scales_auxiliary_losses:
         return ACROSS_SCALES
-    has_loss = getattr(rank.config, "dsa_indexer_loss_coeff", None) and not rank.forward_only
+    has_loss = has_indexer_loss(rank.config) and not rank.forward_only
     if has_loss or replays_choices(rank.config):
         return ACROSS_INDEXER
     if not (rank.forward_only or rank.reduces):

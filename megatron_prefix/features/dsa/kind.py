@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.features import has_indexer_loss
 from megatron_prefix.features.mla.kind import MLA
 from megatron_prefix.layers.attention import ROTARY
 from megatron_prefix.layers.kind import Override, Running, owner
@@ -92,12 +93,6 @@ class DSA(MLA):
         sparse = Sparse(module, number, running)
         core = module.core_attention
         return [(core, "forward", sparse.core(core.forward)), *sparse.overrides()]
-
-
-def has_indexer_loss(config: Any) -> bool:
-    """Whether the indexer has a loss of its own (features/dsa/loss.py)."""
-    is_dsa = getattr(config, "experimental_attention_variant", None) == "dsa"
-    return is_dsa and bool(getattr(config, "dsa_indexer_loss_coeff", None))
 
 
 def _indexer(config: Any) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
+from megatron_prefix.features import has_indexer_loss
 from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.run.rank import Rank
 
@@ -39,7 +40,7 @@ def auxiliary(rank: Rank) -> dict[str, Tensor]:
     # Another model of the process may have logged.
     in_model = {
         "mtp_loss": rank.model.looks_ahead,
-        "indexer_loss": getattr(rank.config, "dsa_indexer_loss_coeff", None),
+        "indexer_loss": has_indexer_loss(rank.config),
     }
     logged |= {name: values for name, values in logged_ahead().items() if in_model[name]}
     # Parts of a span may be another data-parallel rank's.

@@ -255,10 +255,10 @@ def test_what_is_in_the_way_is_said():
     with pytest.raises(CannotShare, match=table.ACROSS_UNREDUCED.name):
         asked("on", "on", reduces=False)
     assert asked("on", "on", reduces=False, forward_only=True) is None
-    with_loss = SimpleNamespace(dsa_indexer_loss_coeff=0.5)
-    assert (
-        asked("auto", None, config=with_loss) == f"{table.ACROSS_INDEXER.name} is not supported yet"
-    )
+    kinds = {"experimental_attention_variant": "dsa"}, {}
+    configs = [SimpleNamespace(dsa_indexer_loss_coeff=0.5, **kind) for kind in kinds]
+    said = f"{table.ACROSS_INDEXER.name} is not supported yet"
+    assert [asked("auto", None, config=config) for config in configs] == [said, None]
 
 
 def test_why_ranks_are_alone_is_logged_once_for_every_reason(caplog):
