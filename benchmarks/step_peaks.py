@@ -117,7 +117,7 @@ def rows(
     return found
 
 
-def watch(output: Path, num: int, mode: str) -> None:
+def watch(output: Path, num: int, num_stock: int, mode: str) -> None:
     """Puts the steps behind the timed ones of `bench`."""
     timed, found = steps._Run.timed, list[dict[str, Any]]()
 
@@ -130,7 +130,7 @@ def watch(output: Path, num: int, mode: str) -> None:
             torch.cuda.reset_peak_memory_stats()
             allocator.peaks = _Highest().peaks
         try:
-            each = rows(run, all_steps, schedule, num)
+            each = rows(run, all_steps, schedule, num if ours else num_stock)
         finally:
             allocator.peaks = _peaks
         found.append(dict(ours=ours, step_ms=measured.step_ms, gib=measured.gib, steps=each))
@@ -138,7 +138,8 @@ def watch(output: Path, num: int, mode: str) -> None:
             return measured
         output.write_text(json.dumps(found), encoding="utf-8")
         if ours:
-            for number, (stock, row) in enumerate(zip(found[-2]["steps"], each, strict=True)):
+            for number, row in enumerate(each):
+                stock = found[-2]["steps"][number % num_stock]
                 print(
                     f"step {number} {'ours ' if row['share'] else 'stock'} {row['ms']:7.1f} ms,"
                     f" stock {stock['ms']:7.1f}; {row['gib']:.2f} GiB, stock {stock['gib']:.2f},"
@@ -165,9 +166,11 @@ def _main(arguments: list[str]) -> int:
     )
     parser.add_argument("output", type=Path, metavar="OUT.json")
     parser.add_argument("--steps", type=int, default=8, help="of each schedule (default 8)")
+    text = "of Megatron's (default: as many)"
+    parser.add_argument("--stock-steps", type=int, default=None, help=text)
     parser.add_argument("--mode", choices=("auto", "on"), default="auto", help="(default auto)")
     options = parser.parse_args(arguments[:split])
-    watch(options.output, options.steps, options.mode)
+    watch(options.output, options.steps, options.stock_steps or options.steps, options.mode)
     rest = arguments[split + 1 :]
     return vision_step.main(rest[1:]) if rest[:1] == ["vision"] else main(["bench", *rest])
 
