@@ -94,7 +94,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 """By name, the arguments of `bench`."""
 COMMON = (
     "--dtype", "bfloat16", "--device", "cuda", "--align-layers", "1", "--warm-up-calls", "2",
-    "--repeats", "2", "--progress",
+    "--repeats", "2", "--prefix-schedule", "auto", "--progress",
 )  # fmt: skip
 STEPS = ("--warm-up", "1", "--steps", "2", "--rehearse")
 
@@ -119,7 +119,8 @@ def words(name: str, args: argparse.Namespace, rest: Sequence[str]) -> list[str]
     """The arguments of `bench` for a row."""
     row, files = ROWS[name], []
     if args.sets and (FILES in row or FILES_ONLY in row):
-        tokens = args.step_tokens * (2 if "--dp" in row else 1)
+        ranks = [int(row[row.index(flag) + 1]) for flag in ("--dp", "--ep") if flag in row]
+        tokens = args.step_tokens * max(ranks, default=1)
         files = ["--rollouts", *(f"{args.data}/{one}.jsonl.gz" for one in args.sets)]
         files += [*STEPS, "--step-tokens", str(tokens)]
     own = [word for word in row if word not in (FILES, FILES_ONLY, FA4)]

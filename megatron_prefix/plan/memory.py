@@ -178,9 +178,9 @@ class Footprint:
         host_layers: see PrefixConfig.cache_host_layers.
         state, state_grad: a final hidden state that crosses data-parallel ranks, and its gradient.
         pool, pool_length: segments of up to `pool_length` positions are computed in places that
-            stay from step to step (`place_of`): waves, and segments that run again, one after
-            another in that of the longest, `pool` bytes for each of its positions, in every model
-            chunk; other inner segments in one each. 0: in none.
+            stay from step to step (`place_of`): waves, and segments that run again, in one as long
+            as that of the longest, `pool` bytes for each of its positions, of which every model
+            chunk has as many as segments need at once; other inner segments in one each. 0: none.
         spared: of what a segment keeps, what it keeps there.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
             which segments a segment reads; None: there are no further messages.
@@ -321,13 +321,14 @@ class _Segments:
         row = np.maximum(0.0, self._row - self._footprint.act * light)
         return self._kept * row + self._spans + self.scored_bytes
 
-    def pooled(self, policy: NDArray[Any]) -> tuple[NDArray[np.float64], float]:
-        """Bytes that segments keep in the pool, [segments], and of the pool of a model chunk."""
+    def pooled(self, policy: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Bytes that segments keep in the pool, and those of its places that they need; 0 for other
+        segments."""
         act = self._footprint.act * (policy == "recompute_act")
         inside = self._fits & np.where(self.inner, policy == "recompute", policy != "offload")
         spared = self._kept * np.maximum(0.0, self._footprint.spared - act)
         pool = self._places * np.maximum(0.0, self._footprint.pool - act)
-        return inside * spared, (inside * pool).max(initial=0.0)
+        return inside * spared, inside * pool
 
     def kept(self, saved: NDArray[np.float64], policy: NDArray[Any]) -> NDArray[np.float64]:
         """Bytes of a segment between its forward and its backward."""
@@ -468,6 +469,13 @@ class PlanMemory:
         change[:, 1:] -= np.where(self._back, values, 0.0)[:, :-1]
         return change.cumsum(1)
 
+    def _pool(self, places: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Bytes of the pools of every rank's model chunks, [ranks, 1]; `places`: of segments."""
+        inside, inner = (places > 0)[self._segment], self._inner
+        chunks = (self._chunk == chunk for chunk in range(self._plan.num_chunks))
+        taken = [self._running(inside & ~inner & on) + (inside & inner & on) for on in chunks]
+        return places.max() * sum(of_chunk.max(1, keepdims=True) for of_chunk in taken)
+
     def _names(self, policies: tuple[str, ...]) -> NDArray[Any]:
         return np.array(policies or ("retain",) * len(self._plan.segments), object)
 
@@ -480,7 +488,7 @@ class PlanMemory:
         """Bytes during every action."""
         policy, segments = self._names(policies), self._segments
         saved, away = segments.saved(policy == "recompute_act"), policy == "offload"
-        pooled, pool = segments.pooled(policy)
+        pooled, places = segments.pooled(policy)
         saved = np.maximum(saved - pooled, np.minimum(saved, segments.scored_bytes))
         own = self._at(segments.kept(saved, policy))
         again = self._at(segments.again(saved, policy)) * (self._back | away[self._segment])
@@ -488,7 +496,7 @@ class PlanMemory:
         at_once = np.maximum(again + self._computing + self._exchanged, self._posted)
         moment = self._messages + at_once - np.minimum(self._late, own)
         staged = self._running(self._at((saved - segments.scored_bytes) * away))
-        before = self._before + self._plan.num_chunks * pool
+        before = self._before + (self._pool(places) if places.any() else 0.0)
         return Loads(before + self._running(own), self._cache, moment, own, staged)
 
     def peaks(self, policies: tuple[str, ...]) -> tuple[RankMemory, ...]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.graphs.layers import LayerGraphs
 from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.features.measure.cost_meter import TUNED
 from megatron_prefix.features.measure.stopwatch import TimedActions
@@ -116,7 +117,11 @@ class _Run:
             torch.cuda.reset_peak_memory_stats()
         measured = Measured(microbatches=sum(map(len, steps)))
         for items in steps:
-            measured.step_ms.append(statistics.median(self._call(items) for _ in range(repeats)))
+            times = []
+            for _ in range(repeats):
+                times.append(self._call(items))
+                measured.captured_ms += 1e3 * sum(graphs.captured for graphs in self._graphs)
+            measured.step_ms.append(statistics.median(times))
             if isinstance(self._schedule, PrefixSchedule):
                 report = self._schedule.report
                 if report is None:
@@ -130,8 +135,15 @@ class _Run:
         if self._on_gpu:
             ours = isinstance(self._schedule, PrefixSchedule)
             measured.gib = peak_bytes(self._chunks if ours else ()) / GIB
+            measured.graph_tokens = max((graphs.most for graphs in self._graphs), default=0)
         self._watch(measured, steps[-1])
         return together(measured, align.data_rank())
+
+    @property
+    def _graphs(self) -> list[LayerGraphs]:
+        """Of the rank's model chunks, where our schedule has some."""
+        ours = isinstance(self._schedule, PrefixSchedule)
+        return [*filter(None, map(graphs_of, self._chunks))] if ours else []
 
     def _watch(self, measured: Measured, items: Sequence[Any]) -> None:
         """One more call, timed action by action."""

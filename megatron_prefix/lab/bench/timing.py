@@ -66,6 +66,9 @@ class Timing:
         simulated_bubble: the same as the plan's simulation has it.
         stock_attention, prefix_attention: the attention kernel of each schedule; None where none
             ran.
+        graph_tokens: positions of the longest segment whose layers run on CUDA graphs in the end;
+            0: none.
+        captured_ms: what captures of these took in the timed calls, all together.
     """
 
     name: str
@@ -101,6 +104,8 @@ class Timing:
     simulated_bubble: float
     stock_attention: str | None = None
     prefix_attention: str | None = None
+    graph_tokens: int = 0
+    captured_ms: float = 0.0
 
 
 class Count(NamedTuple):
@@ -134,6 +139,7 @@ class Measured:
         phases: see Timing.phase_ms.
         bubbles: measured and simulated.
         exchange_waits: see Timing.exchange_wait_ms; of every step.
+        graph_tokens, captured_ms: see Timing.
     """
 
     step_ms: list[float] = field(default_factory=list)
@@ -144,6 +150,8 @@ class Measured:
     phases: dict[str, float] = field(default_factory=dict)
     bubbles: tuple[float, float] = (0.0, 0.0)
     exchange_waits: list[float] = field(default_factory=list)
+    graph_tokens: int = 0
+    captured_ms: float = 0.0
 
 
 def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[Group]]) -> float:
@@ -198,6 +206,7 @@ def together(mine: Measured, place: int) -> Measured:
         [_summed(step) for step in steps], sum(part.microbatches for part in one_each), slowest,
         max(part.bubbles for part in parts),
         max((part.exchange_waits for part in parts), key=sum),
+        max(part.graph_tokens for part in parts), max(part.captured_ms for part in parts),
     )  # fmt: skip
 
 
@@ -247,4 +256,6 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
         phase_ms=prefix.phases,
         bubble=prefix.bubbles[0],
         simulated_bubble=prefix.bubbles[1],
+        graph_tokens=prefix.graph_tokens,
+        captured_ms=prefix.captured_ms,
     )

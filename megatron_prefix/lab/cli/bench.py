@@ -197,6 +197,7 @@ def bench_rank(
                 rows.append(steps.time_work(one, setting, chunks, known))
                 if first:  # long before the table, which comes with the last row
                     line = LINE + (LINE_PEAKS if args.device == "cuda" else "")
+                    line += LINE_GRAPHS if rows[-1].graph_tokens else ""
                     print(filled(line, vars(rows[-1])), file=sys.stderr, flush=True)
             except (torch.OutOfMemoryError, StepOutOfMemory) as error:
                 if layout.world_size > 1:  # the other ranks wait inside of a step
@@ -298,7 +299,8 @@ LINE = (
     " of bound"
 )
 LINE_PEAKS = ", peaks {stock_gib:.1f} and {prefix_gib:.1f} GiB"
-"""Of a row as soon as it has been timed; with its peaks on a GPU."""
+LINE_GRAPHS = ", CUDA graphs up to {graph_tokens:n} positions ({captured_ms:.0f} ms of captures)"
+"""Of a row as soon as it has been timed; with peaks on a GPU, and with graphs if it has some."""
 ATTENTION = "attention of {names}: {stock_attention} (stock), {prefix_attention} (prefix)"
 NO_PEAKS = "peaks of memory: not measured on a CPU (bench memory counts what is kept)"
 STEPS = (

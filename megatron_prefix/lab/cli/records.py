@@ -15,7 +15,8 @@ from megatron_prefix.lab.cli.report import to_line
 from megatron_prefix.plan.files import writing
 
 FIGURES = ("stock_ms", "prefix_ms", "speedup", "bound", "of_bound", "segments", "raw_tokens",
-           "executed_tokens")  # fmt: skip
+           "executed_tokens", "bubble", "simulated_bubble", "graph_tokens",
+           "captured_ms")  # fmt: skip
 PEAKS = ("stock_gib", "prefix_gib", "predicted_gib")
 FILES = ("--record", "--bench-json", "--plot")
 """Options that name files, which no command of a row repeats."""

@@ -60,9 +60,8 @@ def test_segments_that_take_turns_in_a_pool_keep_nothing():
     plan = plan_of(prompt=512, response=256, num=4)
     assert [segment.padded_length for segment in plan.segments] == [512, 256, 256, 256, 256]
     peak = lambda chosen, known: known.peaks(replace(plan, policies=chosen))[0].peak  # noqa: E731
-    own = Footprint(
-        (StageBytes(inner=2.0, wave=3.0, scored=0.5, moment=1.0),), ((),), 0.0, layers=2
-    )
+    stage = StageBytes(inner=2.0, wave=3.0, scored=0.5, moment=1.0)
+    own = Footprint((stage,), ((),), 0.0, layers=2)
     assert peak((), own) == 512 * 2 + 256 * (3 + 0.5 + 1)
     waves = replace(own, pool=4.0, pool_length=256, spared=4.0)
     # It is there while the prompt runs, too, which has more for its duration.
@@ -74,18 +73,21 @@ def test_segments_that_take_turns_in_a_pool_keep_nothing():
     assert peak(again, both) == 512 * (4 + 1)
     assert peak((), both) == peak((), waves)
     # A place is as long as the longest one, a half of that, and so on: of inner segments, too.
-    longer = replace(waves, pool_length=300)
-    assert peak((), longer) == 300 * 4 + 512 * (2 + 1)
+    assert peak((), replace(waves, pool_length=300)) == 300 * 4 + 512 * (2 + 1)
     assert peak((), replace(waves, pool_length=600)) == 300 * 4 + 600 * 2 + 512
     # What graphs do not have of a wave is kept as before.
-    part = replace(waves, pool=1.0, spared=1.0)
-    assert peak((), part) == peak((), own)
+    assert peak((), replace(waves, pool=1.0, spared=1.0)) == peak((), own)
     # So is what is there besides where the pool holds more than a wave spares.
     spared = replace(waves, spared=2.0)
     assert peak((), spared) == 256 * 4 + 512 * 2 + 256 * (3 + 0.5 - 2 + 1) > peak((), waves)
     light = policies(plan.segments, "recompute_act")
-    dropped = replace(waves, act=1.5)
-    assert peak(light, dropped) == 256 * 2.5 + 512 * (0.5 + 1 + 1.5 / 2)
+    assert peak(light, replace(waves, act=1.5)) == 256 * 2.5 + 512 * (0.5 + 1 + 1.5 / 2)
+    # A stage that runs ahead (F0 F1 F2 F3 B1 ...) has as many as waves that it has under way.
+    ahead = plan_of(prompt=512, response=256, num=4, num_ranks=2)
+    places = replace(waves, stages=(StageBytes(),) * 2, payloads=((),) * 2, spared=0.0)
+    assert [of_rank.peak for of_rank in places.peaks(ahead)] == [3 * 256 * 4, 256 * 4]
+    ahead = replace(ahead, policies=again)
+    assert replace(places, pool_length=512).peaks(ahead)[0].peak == 3 * 512 * 4
 
 
 def test_the_cheaper_way_is_taken():
@@ -166,10 +168,8 @@ def test_whatever_the_tree_the_peak_fits_or_nothing_leaner_does(seed):
 
 def test_the_leanest_plan_has_nothing_leaner():
     plan = plan_of(1024, 256, 4)
-    lean = leaner(plan)
-    assert lean is not None and lean.policies == policies(plan.segments, "recompute")
-    assert leaner(lean) is None
-    assert leaner(plan_of(16, 16, 1)) is None  # no inner segments
+    assert (lean := leaner(plan)) and lean.policies == policies(plan.segments, "recompute")
+    assert leaner(lean) is leaner(plan_of(16, 16, 1)) is None  # which has no inner segments
 
 
 def test_a_step_takes_what_fits_its_budget():
@@ -189,7 +189,7 @@ def test_a_step_takes_what_fits_its_budget():
 
 
 def test_without_gradients_nothing_is_chosen():
-    config = PrefixConfig(**{**vars(CONFIG), "memory": "auto", "memory_budget_gb": 1e-6})
+    config = replace(CONFIG, memory="auto", memory_budget_gb=1e-6)
     schedule, model = PrefixSchedule(config), small_model()
     with torch.no_grad():
         steps.call(schedule, Contract().step, model, items(), forward_only=True)

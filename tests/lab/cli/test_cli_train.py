@@ -192,8 +192,8 @@ def test_others_are_refused(setting, message):
 
 ROW = types.SimpleNamespace(
     name="rag_musique.jsonl.gz", stock_ms=3_440.123456, prefix_ms=877.0, speedup=3.92, bound=4.42,
-    of_bound=0.887, segments=10, raw_tokens=1000, executed_tokens=250, stock_gib=51.5,
-    prefix_gib=49.3, predicted_gib=0.0,
+    of_bound=0.887, segments=10, raw_tokens=1000, executed_tokens=250, stock_gib=51.5, bubble=0.1,
+    prefix_gib=49.3, predicted_gib=0.0, simulated_bubble=0.1, graph_tokens=2048, captured_ms=0.0,
 )  # fmt: skip
 
 
