@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_prefix import PrefixConfig, PrefixSchedule
+from megatron_prefix import PrefixSchedule
 from megatron_prefix.features.measure.byte_meter import least_moment
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
