@@ -221,8 +221,7 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
     speedup = sum(stock.step_ms) / sum(prefix.step_ms)
     medians = statistics.median(stock.step_ms), statistics.median(prefix.step_ms)
     bound = flop_bound(setting.spec, work.config, work.steps)
-    total = _summed(prefix.counts)
-    baseline = setting.baseline
+    total, baseline = _summed(prefix.counts), setting.baseline
     rate = total.flops / (sum(prefix.step_ms) / 1e3) / setting.layout.world_size
     return Timing(
         name=work.name,
@@ -254,8 +253,6 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
         tflops=rate / 1e12,
         mfu=rate / peak if (peak := peak_flops(setting.dtype)) else None,
         phase_ms=prefix.phases,
-        bubble=prefix.bubbles[0],
-        simulated_bubble=prefix.bubbles[1],
-        graph_tokens=prefix.graph_tokens,
-        captured_ms=prefix.captured_ms,
-    )
+        bubble=prefix.bubbles[0], simulated_bubble=prefix.bubbles[1],
+        graph_tokens=prefix.graph_tokens, captured_ms=prefix.captured_ms,
+    )  # fmt: skip
