@@ -22,7 +22,7 @@ ROWS = [
     # Recurrent layers, whose cores run between graphs.
     *(row(name, options, **SMALL) for name in ("gdn", "mamba") for options in POLICIES),
     row("mamba", "graphs offload", **{**SMALL, "session": "train_thrice"}),
-    row("gdn experts", "graphs in chunks", **SMALL),
+    *(row(name, "graphs in chunks", **SMALL) for name in ("gdn experts", "mtp 2", "mtp gdn")),
     # Most parameters may be frozen.
     *(
         row(name, "graphs", **SMALL)

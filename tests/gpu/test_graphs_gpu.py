@@ -27,6 +27,7 @@ WIDTHS = dict(hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4)
 EXPERTS = dict(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256, moe_z_loss_coeff=1e-3)
 MODELS = {
     "dense": ("qwen3-8b", {"num_query_groups": 2}),
+    "mtp": ("qwen3-8b", {"num_query_groups": 2, "mtp_num_layers": 2}),
     "experts": ("qwen3-30b-a3b", {"num_query_groups": 2, **EXPERTS}),
     "latents": ("moonlight-16b-a3b", {
         "num_query_groups": 4, "moe_layer_freq": (False, True, True), **EXPERTS,
@@ -76,9 +77,8 @@ def same(ours, others):
 
 
 def graphs(chunk):
-    found = graphs_of(chunk)
-    assert found is not None
-    return found
+    assert (made := graphs_of(chunk)) is not None
+    return made
 
 
 @pytest.fixture

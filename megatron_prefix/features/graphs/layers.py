@@ -35,10 +35,7 @@ from megatron_prefix.plan.memory import place_of
 from megatron_prefix.run.read.loss_variables import package
 from megatron_prefix.sidecar.cache import SegmentState
 
-IN_THE_WAY = (
-    "recompute_granularity", "fp8", "fp4", "delay_wgrad_compute", "cpu_offloading",
-    "mtp_num_layers",
-)  # fmt: skip
+IN_THE_WAY = "recompute_granularity", "fp8", "fp4", "delay_wgrad_compute", "cpu_offloading"
 """Options of Megatron with which a layer is not the same launches in every segment of a length."""
 CHANGED = "what a layer gives the next was replaced between them: set graph_tokens to 0"
 LIGHTER = 0.875
