@@ -76,11 +76,6 @@ def same(ours, others):
             assert gradient.isfinite().all() and torch.equal(one.gradients[name], gradient), name
 
 
-def graphs(chunk):
-    assert (made := graphs_of(chunk)) is not None
-    return made
-
-
 @pytest.fixture
 def _determined():
     """Experts' outputs are added up in one order."""
@@ -106,7 +101,7 @@ def test_gradients_are_bitwise_those_without(name, options, monkeypatch):
         pytest.importorskip(KERNELS[name], reason="the recurrent layers' kernels are not installed")
     chunk = model(name)
     same(steps(chunk, **options), without(monkeypatch, name, **options))
-    made = graphs(chunk)
+    made = graphs_of(chunk)
     assert not made.refused and made.captures > 0
     if name in HYBRID:
         assert len(made.layers) == len(unwrap(chunk).decoder.layers) - ends_early(chunk)
@@ -126,7 +121,7 @@ def test_attention_inside_is_as_outside(chunks, name, monkeypatch):
         for key, gradient in other.gradients.items():
             if name == "dense" or "layers.0.self_attention" in key:
                 assert relative_error(step.gradients[key], gradient) <= limit, key
-    forms = [made for one in graphs(chunk).sets for made in one.made.values()]
+    forms = [made for one in graphs_of(chunk).sets for made in one.made.values()]
     assert any(sides.attends is not None for made in forms for sides in made.values())
 
 
@@ -146,7 +141,7 @@ def test_what_waits_for_the_device_runs_without(monkeypatch):
 
     monkeypatch.setattr(mlp, "forward", waits)
     same(steps(chunk), without(monkeypatch))
-    assert graphs(chunk).refused
+    assert graphs_of(chunk).refused
     assert torch.randn(4, device="cuda").isfinite().all()  # torch's generator has recovered
     free = torch.cuda.memory_reserved()
     del chunk
@@ -158,7 +153,7 @@ def test_weights_that_have_moved_are_captured_again(monkeypatch):
     chunk, plain = model(), model()
     ours, others = (PrefixSchedule(PrefixConfig(**CONFIG)) for _ in range(2))
     steps(chunk, ours)
-    first = graphs(chunk)
+    first = graphs_of(chunk)
     num = first.captures
     for one in unwrap(chunk).decoder.parameters():
         one.data = one.data.clone()
@@ -166,4 +161,4 @@ def test_weights_that_have_moved_are_captured_again(monkeypatch):
         patch.setattr(layers, "SEEN_BEFORE", 10**9)
         expected = [steps(plain, others) for _ in range(2)][1]
     same(steps(chunk, ours), expected)
-    assert graphs(chunk) is first and first.captures > num
+    assert graphs_of(chunk) is first and first.captures > num
