@@ -376,11 +376,8 @@ class PlanMemory:
         self._add_arenas(views)
         self._posted, self._exchanged = self._buffers(views)
         positions, stages = self._segments.positions, footprint.stages
-        before = [
-            max(stages[plan.stage(rank, chunk)].before for chunk in range(plan.num_chunks))
-            for rank in range(plan.num_ranks)
-        ]
-        self._before = positions.sum() * np.array(before)[:, None]
+        before = np.array([of.before for of in stages]).reshape(-1, plan.num_ranks).max(0)
+        self._before = positions.sum() * before[:, None]
         messages = MESSAGES * footprint.message * positions.max(initial=0.0)
         self._messages = messages if plan.num_ranks > 1 else 0.0
 
@@ -508,12 +505,10 @@ class PlanMemory:
         largest = (self._cache, self._host, loads.staged, exchanged)
         peaks = []
         for rank, place in enumerate(used.argmax(1).tolist()):
-            peak, kept, cache, moment = (
-                float(numbers[rank, place]) for numbers in (used, *loads[:3])
-            )
+            peak, *parts = (float(numbers[rank, place]) for numbers in (used, *loads[:3]))
             held, most = self._held(loads, rank, place), (float(n[rank].max()) for n in largest)
             action = self._plan.programs[rank][place]
-            peaks.append(RankMemory(peak, action, kept, cache, moment, held, *most))
+            peaks.append(RankMemory(peak, action, *parts, held, *most))
         return tuple(peaks)
 
     def _held(self, loads: Loads, rank: int, place: int) -> tuple[tuple[int, float], ...]:
