@@ -505,10 +505,10 @@ class PlanMemory:
         largest = (self._cache, self._host, loads.staged, exchanged)
         peaks = []
         for rank, place in enumerate(used.argmax(1).tolist()):
-            peak, *parts = (float(numbers[rank, place]) for numbers in (used, *loads[:3]))
+            peak, kept, cache, moment = (float(n[rank, place]) for n in (used, *loads[:3]))
             held, most = self._held(loads, rank, place), (float(n[rank].max()) for n in largest)
             action = self._plan.programs[rank][place]
-            peaks.append(RankMemory(peak, action, *parts, held, *most))
+            peaks.append(RankMemory(peak, action, kept, cache, moment, held, *most))
         return tuple(peaks)
 
     def _held(self, loads: Loads, rank: int, place: int) -> tuple[tuple[int, float], ...]:
