@@ -12,6 +12,7 @@ neither.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -132,6 +133,8 @@ class _Run:
                 measured.exchange_waits.append(1e3 * waited)
                 predicted = (report_numbers.predicted_peak(report) or 0.0) / GIB
                 measured.predicted_gib = max(measured.predicted_gib, predicted)
+                limit = (report.base_bytes + self._schedule.memory.limit) / GIB
+                measured.limit_gib = max(measured.limit_gib, limit if limit < math.inf else 0.0)
         if self._on_gpu:
             ours = isinstance(self._schedule, PrefixSchedule)
             measured.gib = peak_bytes(self._chunks if ours else ()) / GIB

@@ -69,6 +69,7 @@ class Timing:
         graph_tokens: positions of the longest segment whose layers run on CUDA graphs in the end;
             0: none.
         captured_ms: what captures of these took in the timed calls, all together.
+        limit_gib: memory limit of the prefix schedule, weights and gradients included; 0: none.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Timing:
     prefix_attention: str | None = None
     graph_tokens: int = 0
     captured_ms: float = 0.0
+    limit_gib: float = 0.0
 
 
 class Count(NamedTuple):
@@ -139,7 +141,7 @@ class Measured:
         phases: see Timing.phase_ms.
         bubbles: measured and simulated.
         exchange_waits: see Timing.exchange_wait_ms; of every step.
-        graph_tokens, captured_ms: see Timing.
+        graph_tokens, captured_ms, limit_gib: see Timing.
     """
 
     step_ms: list[float] = field(default_factory=list)
@@ -152,6 +154,7 @@ class Measured:
     exchange_waits: list[float] = field(default_factory=list)
     graph_tokens: int = 0
     captured_ms: float = 0.0
+    limit_gib: float = 0.0
 
 
 def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[Group]]) -> float:
@@ -207,6 +210,7 @@ def together(mine: Measured, place: int) -> Measured:
         max(part.bubbles for part in parts),
         max((part.exchange_waits for part in parts), key=sum),
         max(part.graph_tokens for part in parts), max(part.captured_ms for part in parts),
+        max(part.limit_gib for part in parts),
     )  # fmt: skip
 
 
@@ -254,5 +258,5 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
         mfu=rate / peak if (peak := peak_flops(setting.dtype)) else None,
         phase_ms=prefix.phases,
         bubble=prefix.bubbles[0], simulated_bubble=prefix.bubbles[1],
-        graph_tokens=prefix.graph_tokens, captured_ms=prefix.captured_ms,
+        graph_tokens=prefix.graph_tokens, captured_ms=prefix.captured_ms, limit_gib=prefix.limit_gib,
     )  # fmt: skip
