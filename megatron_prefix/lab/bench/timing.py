@@ -257,6 +257,6 @@ def timing(work: Work, setting: Setting, stock: Measured, prefix: Measured) -> T
         tflops=rate / 1e12,
         mfu=rate / peak if (peak := peak_flops(setting.dtype)) else None,
         phase_ms=prefix.phases,
-        bubble=prefix.bubbles[0], simulated_bubble=prefix.bubbles[1],
-        graph_tokens=prefix.graph_tokens, captured_ms=prefix.captured_ms, limit_gib=prefix.limit_gib,
+        bubble=prefix.bubbles[0], simulated_bubble=prefix.bubbles[1], limit_gib=prefix.limit_gib,
+        graph_tokens=prefix.graph_tokens, captured_ms=prefix.captured_ms,
     )  # fmt: skip
