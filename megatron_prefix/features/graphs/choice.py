@@ -32,6 +32,9 @@ LIGHT = "recompute_act"
 ENOUGH = 2
 """Steps with sharing that are timed before graphs are tried, and then with all of them before they
 end."""
+NO_ROOM = 2
+"""Steps without room for graphs, once their use is settled, until those of shorter segments are
+tried."""
 SHORTEST = 1024
 """Where there is no room for graphs of longer segments, those of half as long ones are tried, down
 to this."""
@@ -108,6 +111,7 @@ class GraphChoice:
         waits: positions of the longest segment seen to wait for the host.
         late: steps with graphs that took too long, or had none yet.
         slow: of these the steps in which all segments had them.
+        crowded: steps that had no room for them, since it is settled.
     """
 
     tokens: int
@@ -117,6 +121,7 @@ class GraphChoice:
     waits: int = 0
     late: int = 0
     slow: int = 0
+    crowded: int = 0
 
     @classmethod
     def of(cls, setting: int | str) -> GraphChoice:
@@ -167,6 +172,15 @@ class GraphChoice:
         if retried or self.tokens <= SHORTEST:
             return replace(self, is_open=False, tokens=0)
         return replace(self, tokens=self.tokens // 2)
+
+    def settled(self, *, has_room: bool) -> GraphChoice:
+        """With one more step, where it is settled: later ones may need more memory than the step
+        that settled it, before which nobody knew what graphs hold."""
+        if has_room or self.is_open or not (self.is_measured and self.tokens):
+            return self
+        if self.crowded + 1 < NO_ROOM:
+            return replace(self, crowded=self.crowded + 1)
+        return replace(self, is_open=True, late=0, slow=0, crowded=0).without_room()
 
     def lent(self) -> GraphChoice:
         """Where others use the device between steps: what graphs hold would be in their way."""

@@ -264,16 +264,21 @@ class Graphs(StepPart):
             )
             self.kept[_CHOICE] = before
         if not before.is_open:
+            has_room = not (observed.needs_room or observed.retried)
+            self._choose(before, before.settled(has_room=has_room))
             typical = not before.tokens or self._is_typical(observed.captured > 0)
             counts = typical and observed.shared
             self.kept[_TIMED] = self._num_timed + counts
             self.renews = counts and self._num_timed == 1  # launches took longer without graphs
             return typical
-        self.kept[_CHOICE] = first_says(self._after(before, step, observed), step.groups)
-        if self.choice.tokens != before.tokens:
-            logger.info("graph_tokens is %d from the next step on", self.choice.tokens)
+        self._choose(before, first_says(self._after(before, step, observed), step.groups))
         stay = self.choice.tokens > 0 and not self.choice.is_open
         return stay or not (before.tokens and observed.shared)
+
+    def _choose(self, before: GraphChoice, choice: GraphChoice) -> None:
+        self.kept[_CHOICE] = choice
+        if choice.tokens != before.tokens:
+            logger.info("graph_tokens is %d from the next step on", choice.tokens)
 
     def _after(self, choice: GraphChoice, step: TimedStep, counts: SeenSegments) -> GraphChoice:
         """The use of graphs from the next step on. While the first steps are measured there are

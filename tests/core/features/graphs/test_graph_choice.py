@@ -71,9 +71,13 @@ def test_they_end_where_there_is_no_room_for_them():
     assert shorter.tokens == 1024 and shorter.is_open
     for ended in (shorter.without_room(), tried(1900).without_room(retried=True)):
         assert ended.tokens == 0 and not ended.is_open
-    kept = tried().after(0.9, 0, may_try=True)
+    kept = tried(1900).after(0.9, 0, may_try=True)
     for choice in (GraphChoice.of("auto"), GraphChoice.of(64), kept):
-        assert choice.without_room() == choice
+        assert choice.without_room() == choice == choice.settled(has_room=True)
+    # Settled before it is known what they hold: the second step without room opens it again.
+    assert (once := kept.settled(has_room=False)).settled(has_room=False) == shorter
+    assert once.settled(has_room=True) == once and (once.tokens, once.is_open) == (2048, False)
+    assert GraphChoice.of(64).settled(has_room=False) == GraphChoice.of(64)
 
 
 def test_launches_take_less_with_graphs():

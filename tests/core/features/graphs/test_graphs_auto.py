@@ -21,8 +21,6 @@ CONFIG = PrefixConfig(
     mode="auto", min_speedup=0.01, kernel="math", min_gain=4, segment_tokens=24, memory="retain",
     graph_tokens="auto",
 )  # fmt: skip
-
-
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
@@ -55,14 +53,13 @@ def test_steps_share_until_graphs_can_be_tried(given, when, monkeypatch, recorde
     monkeypatch.setattr("megatron_prefix.run.planning.decide", lambda *_: slow)
     model = small_model()
     schedule = PrefixSchedule(replace(CONFIG, min_speedup=1.0, graph_tokens=given))
-    shares, lengths = [], []
+    found = []
     for seed in range(7):
         groups = [*generate(2, 24, 9, 4, vocab_size=64, seed=seed)]
         align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
-        shares.append(schedule.report.decision.share)
-        lengths.append(choice_of(schedule).tokens)
-    assert shares == [step in when for step in range(7)]
-    assert lengths == ([0] * 4 + [32] * 3 if given else [0] * 7)
+        found.append((schedule.report.decision.share, choice_of(schedule).tokens))
+    lengths = [0] * 4 + [32] * 3 if given else [0] * 7
+    assert found == [(step in when, length) for step, length in enumerate(lengths)]
 
 
 def test_seconds_of_captures_are_left_out(monkeypatch, recorded_graphs):
@@ -73,6 +70,10 @@ def test_seconds_of_captures_are_left_out(monkeypatch, recorded_graphs):
     for seed in range(7):
         replays(schedule, model, recorded_graphs, seed)
     assert choice_of(schedule).tokens == 32 and not choice_of(schedule).is_open
+    full = lambda *given, seen=part.Graphs._seen: seen(*given)._replace(needs_room=True)  # noqa: E731
+    monkeypatch.setattr(part.Graphs, "_seen", full)
+    assert [replays(schedule, model, recorded_graphs, seed) for seed in (7, 8)] == [True, True]
+    assert choice_of(schedule).tokens == 0
 
 
 def test_first_steps_with_graphs_are_compared_as_well(monkeypatch, recorded_graphs):
