@@ -70,8 +70,8 @@ def test_seconds_of_captures_are_left_out(monkeypatch, recorded_graphs):
     for seed in range(7):
         replays(schedule, model, recorded_graphs, seed)
     assert choice_of(schedule).tokens == 32 and not choice_of(schedule).is_open
-    full = lambda *given, seen=part.Graphs._seen: seen(*given)._replace(needs_room=True)  # noqa: E731
-    monkeypatch.setattr(part.Graphs, "_seen", full)
+    over = lambda _, decision, *__: replace(decision, over_limit=True)  # noqa: E731
+    monkeypatch.setattr("megatron_prefix.run.planning.kept_to_limit", over)
     assert [replays(schedule, model, recorded_graphs, seed) for seed in (7, 8)] == [True, True]
     assert choice_of(schedule).tokens == 0
 
