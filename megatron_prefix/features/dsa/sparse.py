@@ -3,9 +3,7 @@
 What a query sees is decided by scores of all keys before it, so levels cannot be merged: in front
 of the keys of a span lie all those of its ancestors, in the order of positions, and one call takes
 them. Ancestors' keys and values are expanded from latents, as in features/mla/latent.py; index
-keys are what they left. The arithmetic is that of `unfused_dsa_fn` in
-megatron/core/transformer/experimental_attention_variant/dsa.py: scores of all pairs, and a mask;
-some queries at a time.
+keys are what they left. Some queries are computed at a time.
 
 The indexer itself is the stock module, on the segment's positions. Its input is detached there, so
 nothing flows through it but its own loss (loss.py).
@@ -14,17 +12,23 @@ nothing flows through it but its own loss (loss.py).
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_prefix.device.transfer import to_device
+from megatron_prefix.features.dsa.chosen import (
+    Index,
+    attend,
+    causal,
+    choose,
+    gradients_of,
+    index_scores,
+    mask_of,
+)
 from megatron_prefix.features.dsa.loss import (
     IndexerLoss,
     attention_target,
@@ -32,14 +36,13 @@ from megatron_prefix.features.dsa.loss import (
     loss_of,
     scale_of_backward,
 )
+from megatron_prefix.features.dsa.visible import seen_of
 from megatron_prefix.features.mla.latent import Latents
 from megatron_prefix.layers.blocks.core import autocast_now, sum_of
 from megatron_prefix.layers.blocks.shared import Pull
 from megatron_prefix.layers.blocks.unread import keys_only
 from megatron_prefix.sidecar.arena import KeyValue, Payload, wider
 from megatron_prefix.sidecar.cache import SegmentState
-from megatron_prefix.tree import cp_layout
-from megatron_prefix.tree.payload_map import Level
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.kind import Override, Running
@@ -47,25 +50,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-MAX_SCORES = 1 << 26
-"""Most scores of all heads at once, but for those of a single query: a quarter of a GiB in fp32, of
-which a few lie side by side."""
-
-
-class Index(NamedTuple):
-    """What the indexer makes of a segment's positions; with gradients if it has a loss.
-
-    Attributes:
-        query: [positions, heads, width].
-        key: [positions, width].
-        weight: of the heads, [positions, heads].
-    """
-
-    query: Tensor
-    key: Tensor
-    weight: Tensor
-
 
 class Sparse(Latents):
     """What one layer leaves: latents, rotated parts of keys, and index keys; see Shared.
@@ -198,7 +182,7 @@ class Sparse(Latents):
         """
         num, keys = len(picked), len(index.key)
         is_sparse = getattr(self._core.config, "dsa_indexer_use_sparse_loss", False)  # as it is now
-        is_visible = _mask(picked, keys) if is_sparse else _causal(num, keys, picked.device)
+        is_visible = mask_of(picked, keys) if is_sparse else causal(num, keys, picked.device)
         target = attention_target(*pair, is_visible, self.scale, self.indexer.pg_collection.tp)
         with torch.enable_grad():
             leaves = Index(*(tensor.detach().requires_grad_() for tensor in index))
@@ -218,20 +202,6 @@ class Sparse(Latents):
             return query.new_zeros((1, 1, len(query)))
 
         return scores
-
-
-class _VisibleKeys(NamedTuple):
-    """What some queries of one span see.
-
-    Attributes:
-        first, stop: the queries.
-        rows: of [what is read level by level, own keys], in the order of positions, int64; the
-            last is the last query's own.
-    """
-
-    first: int
-    stop: int
-    rows: Tensor
 
 
 class _SparseCall(NamedTuple):
@@ -302,9 +272,9 @@ class _SparseAttention(torch.autograd.Function):
         for first, stop, rows in seen_of(context, shared.num_heads, query.device):
             local = Index(own.query[first:stop], index_keys[rows], own.weight[first:stop])
             chosen.append(shared.chosen(local))
-            visible = _mask(chosen[-1], len(rows))
+            visible = mask_of(chosen[-1], len(rows))
             parts.append(
-                _attend_chosen(query[first:stop], keys[rows], values[rows], visible, shared.scale)
+                attend(query[first:stop], keys[rows], values[rows], visible, shared.scale)
             )
         context.leave(layer, backward=False)
         ctx.call, ctx.indexer = call, [(x.shape, x.dtype) for x in weights[call.num_weights :]]
@@ -362,9 +332,8 @@ def _pool_gradients(
     visible = seen_of(call.context, call.shared.num_heads, query.device)
     for (first, stop, rows), picked in zip(visible, chosen, strict=True):
         provided = [query[first:stop], *(tensor[rows] for tensor in pool)]
-        gradients = _chosen_gradients(
-            provided, out_grad[first:stop], _mask(picked, len(rows)), call.shared
-        )
+        visible_keys = mask_of(picked, len(rows))
+        gradients = gradients_of(provided, out_grad[first:stop], visible_keys, call.shared.scale)
         query_grad[first:stop] = gradients[0]
         for total, extra in zip(sums, gradients[1:], strict=True):
             total.index_add_(0, rows, extra.to(total.dtype))
@@ -406,102 +375,7 @@ def _index_gradients(
     return result
 
 
-def index_scores(index: Index, has_relu: bool) -> Tensor:
-    """Of keys by the indexer, summed over its heads, [queries, keys]."""
-    wide = wider(index.query.dtype)
-    scores = torch.einsum("shd,td->sht", index.query.to(wide), index.key.to(wide))
-    return ((scores.relu() if has_relu else scores) * index.weight.unsqueeze(-1)).sum(1)
-
-
-def choose(index: Index, topk: int, has_relu: bool = True) -> tuple[Tensor, Tensor]:
-    """The keys of every query that it sees, int32 [queries, at most topk], and of which queries
-    that was arbitrary, bool [queries]: the last one chosen has as high a score as one that was not.
-    Where fewer keys are before a query, others behind it are among them, which `_mask` hides.
-
-    Args:
-        index: of some queries, and of all keys up to the last query's own.
-        topk: how many keys a query sees at most.
-        has_relu: whether scores of a head below zero count as zero.
-    """
-    scores = index_scores(index, has_relu)
-    hidden = ~_causal(scores.shape[0], scores.shape[1], scores.device)
-    scores.masked_fill_(hidden, float("-inf"))
-    num = min(topk, scores.shape[1])
-    highest, chosen = scores.topk(num, dim=-1)
-    last = highest[:, -1:]
-    tied = ((scores >= last).sum(-1) > num) & (last[:, 0] > float("-inf"))
-    return chosen.to(torch.int32), tied
-
-
-def _causal(num: int, keys: int, device: torch.device) -> Tensor:
-    """Which keys the last `num` positions of them see, bool [num, keys]."""
-    places = torch.arange(keys, device=device)
-    return places <= places[keys - num :, None]
-
-
-def _mask(chosen: Tensor, keys: int) -> Tensor:
-    """The same of those that were chosen."""
-    visible = _causal(len(chosen), keys, chosen.device)
-    return torch.zeros_like(visible).scatter_(1, chosen.long(), True) & visible
-
-
-def _attend_chosen(
-    query: Tensor, key: Tensor, value: Tensor, is_visible: Tensor, scale: float
-) -> Tensor:
-    """[queries, heads, value_dim], of queries [queries, heads, dim] and keys [keys, heads, dim]."""
-    wide = wider(query.dtype)
-    scores = torch.einsum("shd,thd->hst", query.to(wide), key.to(wide)) * scale
-    weights = torch.softmax(scores.masked_fill(~is_visible, float("-inf")), dim=-1)
-    return torch.einsum("hst,thd->shd", weights.to(value.dtype), value)
-
-
-def _chosen_gradients(
-    inputs: list[Tensor], out_grad: Tensor, is_visible: Tensor, shared: Sparse
-) -> Any:
-    """Of queries, keys and values of one span."""
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        out = _attend_chosen(leaves[0], leaves[1], leaves[2], is_visible, shared.scale)
-    return torch.autograd.grad(out, leaves, out_grad)
-
-
 def _key_pool(levels: Sequence[KeyValue], own: KeyValue) -> KeyValue:
     """Keys and values of all levels and a segment's own, one after the other."""
     key, value = (torch.cat(parts) for parts in zip(*levels, own, strict=True))
     return key, value
-
-
-def seen_of(context: SegmentContext, num_heads: int, device: torch.device) -> list[_VisibleKeys]:
-    """What a segment's queries see, made once a step.
-
-    Args:
-        context: the segment.
-        num_heads: by which scores are counted; see MAX_SCORES.
-        device: of the rows.
-    """
-
-    def make() -> list[_VisibleKeys]:
-        ends = itertools.accumulate(context.cache.map.lengths[context.index], initial=0)
-        result = []
-        for first, stop in itertools.pairwise(ends):
-            rows: Tensor = to_device(
-                device, _key_rows(context.cache.map.levels[context.index], first, stop)
-            )
-            step = max(1, MAX_SCORES // (num_heads * len(rows)))
-            for begin in range(first, stop, step):
-                end = min(begin + step, stop)
-                result.append(_VisibleKeys(begin, end, rows[: len(rows) - (stop - end)]))
-        return result
-
-    return context.cache.once(context.index, _VisibleKeys, make)
-
-
-def _key_rows(levels: Sequence[Level], first: int, stop: int) -> cp_layout.Index:
-    """What the queries [first, stop) of one span see of [its segment's levels, own keys]."""
-    rows, at = [], 0
-    for level in levels:
-        for run in level.runs:
-            if run.first <= first and stop <= run.stop:
-                rows.append(np.arange(at, at + run.end - run.start))
-            at += run.end - run.start
-    return np.concatenate([*rows, np.arange(at + first, at + stop)])

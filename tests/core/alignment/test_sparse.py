@@ -10,10 +10,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.context_parallel.slices import check_slices
-from megatron_prefix.features.dsa import loss
-from megatron_prefix.features.dsa import sparse as blocks
+from megatron_prefix.features.dsa import loss, visible
+from megatron_prefix.features.dsa.chosen import Index, choose
 from megatron_prefix.features.dsa.kind import DSA
-from megatron_prefix.features.dsa.sparse import Index, Sparse, choose
+from megatron_prefix.features.dsa.sparse import Sparse
 from megatron_prefix.features.mla.kind import MLA
 from megatron_prefix.features.own_dsa.kind import FollowingDSA, OwnDSA
 from megatron_prefix.lab.models.build import unwrap
@@ -39,7 +39,7 @@ def _rank():
 
 @pytest.mark.parametrize("most", [1, 500])
 def test_some_queries_at_a_time(most, monkeypatch):
-    monkeypatch.setattr(blocks, "MAX_SCORES", most)
+    monkeypatch.setattr(visible, "MAX_SCORES", most)
     expected = steps.plain(model_of({}, wrap_ddp=False), steps.Contract(), hybrid.items())
     for options in ({}, {"chunk_tokens": 7}, {"memory": "offload"}):
         assert worst(model_of({}), expected, **options) <= EXACT
