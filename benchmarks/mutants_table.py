@@ -1438,8 +1438,8 @@ _DSA = (
     _indexer_loss(
         "dense-for-sparse",
         "features/dsa/sparse.py",
-        "is_visible = _mask(picked, keys) if is_sparse else",
-        "is_visible = _mask(picked, keys) if not is_sparse else",
+        "is_visible = mask_of(picked, keys) if is_sparse else",
+        "is_visible = mask_of(picked, keys) if not is_sparse else",
     ),
     _indexer_loss(
         "scale-kept",

@@ -68,9 +68,7 @@ def mask_of(chosen: Tensor, keys: int) -> Tensor:
     return torch.zeros_like(visible).scatter_(1, chosen.long(), True) & visible
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, is_visible: Tensor, scale: float
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, is_visible: Tensor, scale: float) -> Tensor:
     """[queries, heads, value_dim], of queries [queries, heads, dim] and keys [keys, heads, dim]."""
     wide = wider(query.dtype)
     scores = torch.einsum("shd,thd->hst", query.to(wide), key.to(wide)) * scale

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
 class Sparse(Latents):
     """What one layer leaves: latents, rotated parts of keys, and index keys; see Shared.
 
@@ -273,9 +274,7 @@ class _SparseAttention(torch.autograd.Function):
             local = Index(own.query[first:stop], index_keys[rows], own.weight[first:stop])
             chosen.append(shared.chosen(local))
             visible = mask_of(chosen[-1], len(rows))
-            parts.append(
-                attend(query[first:stop], keys[rows], values[rows], visible, shared.scale)
-            )
+            parts.append(attend(query[first:stop], keys[rows], values[rows], visible, shared.scale))
         context.leave(layer, backward=False)
         ctx.call, ctx.indexer = call, [(x.shape, x.dtype) for x in weights[call.num_weights :]]
         ctx.save_for_backward(query, key, value, *(own if loss else ()), *chosen)
