@@ -130,6 +130,27 @@ _G_ROWS = "tests/test_cases_with_graphs.py"
 _graphs = _area("graphs", f"{_G}\n{_G_ROWS}")
 _GRAPHS = (
     _graphs(
+        "one-place-for-all-waves",
+        "plan/memory.py",
+        "taken = [self._running(inside & ~inner & on) + (inside & inner & on) for on in chunks]",
+        "taken = [1.0 * (inside & on) for on in chunks]",
+        "tests/core/plan/test_memory_policy.py",
+    ),
+    _graphs(
+        "settled-whatever-they-hold",
+        "features/graphs/part.py",
+        "            self._choose(before, before.settled(has_room=has_room))",
+        "            self._choose(before, before)",
+        "tests/core/features/graphs/test_graphs_auto.py",
+    ),
+    _graphs(
+        "the-first-step-without-room-decides",
+        "features/graphs/choice.py",
+        "        if self.crowded + 1 < NO_ROOM:",
+        "        if self.crowded + 2 < NO_ROOM:",
+        _CHOICE,
+    ),
+    _graphs(
         "input-gradient-not-cloned",
         "features/graphs/pieces.py",
         "            yield of_input.clone() if self._is_first else of_input.detach()",
