@@ -78,7 +78,8 @@ class StageCount(NamedTuple):
     def numbers(self, known: StageBytes | None = None) -> StageBytes:
         """What fits all ranks best, as much larger as it must be for the rank that has most; none
         of the numbers is below 0. A kind of segment that did not run keeps what is known of it, or
-        else as much as the other."""
+        else as much as the other; what is known holds what losses read where no row could tell
+        that apart, and then is no match for a number of it."""
         scale = np.sqrt(np.diag(self.gram))
         used, solved = scale > 0, np.zeros(4)
         if used.any():
@@ -87,6 +88,8 @@ class StageCount(NamedTuple):
             solved[used] = non_negative(gram, self.sums[used] / scale[used]) / scale[used]
         ratios = [size / fit for rows, size in self.ranks if (fit := float(rows @ solved)) > 0]
         inner, wave, scored, span = map(float, solved * max(ratios, default=1.0))
+        if known is not None and (known.scored < 1) != (scored < 1):  # of a byte
+            known = None
         inner = inner if used[0] else known.inner if known else wave
         wave = wave if used[1] else known.wave if known else inner
         return StageBytes(inner, wave, scored, span, self.moment, self.before)

@@ -154,11 +154,9 @@ def test_without_memory_to_spare_segments_run_again(model):
     items = batches("in groups")
     wanted = max(step.peak for step in run(model, items, 3, mode="on"))
     budget = 0.8 * wanted / 2**30
-    first, *later = run(model, items, 3, mode="on", memory_budget_gb=budget)
-    assert {"recompute", "recompute_act", "offload"} & first.policies
-    for step in later:
+    for number, step in enumerate(run(model, items, 3, mode="on", memory_budget_gb=budget)):
         assert {"recompute", "recompute_act", "offload"} & step.policies
-        assert step.peak <= 1.02 * 0.8 * wanted
+        assert step.peak <= 1.02 * 0.8 * wanted or number == 0
 
 
 def test_where_others_had_the_maximum_moments_are_guessed_once(model):
@@ -216,14 +214,16 @@ def test_all_ranks_plan_by_the_one_that_has_most():
 
 def test_numbers_fit_what_was_counted():
     wanted = StageBytes(90.0, 110.0, 7.0, 500.0)
-    rows = [
-        (64.0, 0.0, 0.0, 0.0), (0.0, 32.0, 8.0, 2.0), (0.0, 48.0, 3.0, 1.0), (0.0, 9.0, 9.0, 4.0),
-    ]  # fmt: skip
+    rows = [(64.0, 0, 0, 0), (0, 32.0, 8.0, 2.0), (0, 48.0, 3.0, 1.0), (0, 9.0, 9.0, 4.0)]
     sizes = [sum(a * b for a, b in zip(row, wanted[:4], strict=True)) for row in rows]
     found = StageCount.of_rows(rows, sizes).numbers()
     again = [sum(a * b for a, b in zip(row, found[:4], strict=True)) for row in rows]
     assert again == pytest.approx(sizes, rel=1e-3)
     assert (*found[:3], found.span) == pytest.approx((*wanted[:3], wanted.span), rel=0.06)
+    # Waves alone, all read, do not say what that takes; joined segments do, and count it once.
+    waves = StageCount.of_rows([(0, 8.0, 8.0, 0)], [96.0]).numbers()
+    joined = StageCount.of_rows([(8.0, 0, 0, 0), (8.0, 0, 8.0, 0)], [72.0, 96.0])
+    assert [*waves[:2], *joined.numbers(waves)[:3]] == pytest.approx([12, 12, 9, 9, 3], rel=1e-3)
 
 
 def test_what_a_backward_frees_besides_is_not_bytes_of_waves():
