@@ -130,13 +130,6 @@ _G_ROWS = "tests/test_cases_with_graphs.py"
 _graphs = _area("graphs", f"{_G}\n{_G_ROWS}")
 _GRAPHS = (
     _graphs(
-        "numbers-of-two-fits-mixed",
-        "features/measure/byte_meter.py",
-        "if known is not None and (known.scored < 1) != (scored < 1):  # of a byte",
-        "if False:",
-        "tests/core/features/measure/test_byte_meter.py",
-    ),
-    _graphs(
         "one-place-for-all-waves",
         "plan/memory.py",
         "taken = [self._running(inside & ~inner & on) + (inside & inner & on) for on in chunks]",
@@ -1737,6 +1730,13 @@ _ROUTES = (
 _METER = "tests/core/features/measure/test_byte_meter.py"
 _bytes = _area("bytes", _METER)
 _BYTES = (
+    _bytes(
+        "numbers-of-two-fits-mixed",
+        "features/measure/byte_meter.py",
+        "if known is not None and (known.scored < 1) != (scored < 1):  # of a byte",
+        "if False:",
+        "tests/core/features/measure/test_byte_meter.py",
+    ),
     _bytes(
         "what-is-dropped-is-not-kept",
         "features/measure/byte_meter.py",
