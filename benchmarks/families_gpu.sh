@@ -9,8 +9,8 @@
 # Environment variables:
 #   ROWS      which of moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps mtp mtp-moonlight mtp-five
 #             mtp-hybrid to run (default: all but the last two, which need megatron-core 0.19; mtp-hybrid, of Nemotron-H's
-#             widths, also mamba-ssm and causal-conv1d). transformer-engine has no packs with sinks: gpt-oss has one rollout per microbatch, and its
-#             other two rows no sinks
+#             widths, also mamba-ssm and causal-conv1d). transformer-engine has no packs with sinks: gpt-oss has one
+#             rollout per microbatch, and its other two rows no sinks
 #   DATA      folder of the rollout files, for steps (default: ../shared/data)
 #   SETS      the sets, by their files' names (default: rag_musique rag_hotpot_llm)
 #   TOTAL_S   seconds of one row (default: 280)

@@ -7,9 +7,9 @@ A row is a call of `megatron-prefix bench` with the arguments of `ROWS`, those b
 ones that all rows have: aligned first, then timed on packs, with transformer-engine and
 flash-attn-4.  OUTPUT gets ROW.json of each row and `layouts_gpus.jsonl` with a line for each shape
 and file; a row whose ROW.json is there is not run again, so the same command goes on where it was
-stopped.  A row that takes longer than --row-s prints where every thread is, and ends the job.  Exit
-code 0 when all rows were aligned and timed.
-benchmarks/layouts_gpus.sh runs it.
+stopped.  What a row that failed has written is ROW.failed.json.  A row that takes longer than
+--row-s prints where every thread is, and ends the job.  Exit code 0 when all rows were aligned and
+timed.  benchmarks/layouts_gpus.sh runs it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 
 from benchmarks import stock_fa4
+from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.cli.main import main
 
@@ -56,6 +57,7 @@ DP = ("--dp", "2", "--overlap-grad-reduce")
 FILES = "files"
 """In a row: it also has a step of each file of --sets."""
 FILES_ONLY = "files only"
+"""In a row: it has nothing else."""
 FA4 = "flash-attn-4"
 """In a row: the stock schedule has flash-attn-4, too, since transformer-engine's own attention of
 packs with windows materialises scores."""
@@ -123,22 +125,28 @@ def words(name: str, args: argparse.Namespace, rest: Sequence[str]) -> list[str]
         tokens = args.step_tokens * max(ranks, default=1)
         files = ["--rollouts", *(f"{args.data}/{one}.jsonl.gz" for one in args.sets)]
         files += [*STEPS, "--step-tokens", str(tokens)]
+    elif FILES_ONLY in row:
+        raise UserError(f"row {name} has steps of rollout files alone: name some with --sets")
     own = [word for word in row if word not in (FILES, FILES_ONLY, FA4)]
     outputs = ["--bench-json", str(args.output / f"{name}.json")]
     outputs += ["--record", str(args.output / "layouts_gpus.jsonl")]
     return [*own, *files, *COMMON, *outputs, *rest]
 
 
-def run(name: str, args: argparse.Namespace, rest: Sequence[str]) -> int:
+def run(name: str, args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """One row; returns `bench`'s exit code."""
     faulthandler.dump_traceback_later(args.row_s, exit=True)
-    arguments = ["bench", *words(name, args, rest)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys, "argv", ["megatron-prefix", *arguments]))
+        stack.enter_context(
+            mock.patch.object(sys, "argv", ["megatron-prefix", "bench", *arguments])
+        )
         if FA4 in ROWS[name]:
             stack.enter_context(stock_fa4.replaced())
-        code = main(arguments)
+        code = main(["bench", *arguments])
     faulthandler.cancel_dump_traceback_later()
+    result = args.output / f"{name}.json"
+    if code and runtime.first_rank() and result.exists():
+        result.rename(result.with_suffix(".failed.json"))
     gc.collect()
     torch.cuda.empty_cache()
     return code
@@ -146,20 +154,25 @@ def run(name: str, args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def all_rows(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """One after the other; the first rank says which."""
+    jobs = {name: words(name, args, rest) for name in args.rows}
     args.output.mkdir(parents=True, exist_ok=True)
     status = 0
     done = [name for name in args.rows if (args.output / f"{name}.json").exists()]
-    for name in args.rows:
+    for name, arguments in jobs.items():
         if runtime.first_rank():
             left = torch.cuda.memory_allocated() / 2**30
             state = "done before" if name in done else f"{left:.2f} GiB are in use"
             print(f"== {name}: {state}, {time.strftime('%T')}", file=sys.stderr, flush=True)
         if name not in done:
-            status = max(status, run(name, args, rest))
+            status = max(status, run(name, args, arguments))
     return status
 
 
 if __name__ == "__main__":
     given = sys.argv[1:]
     split = given.index("--") if "--" in given else len(given)
-    raise SystemExit(all_rows(options().parse_args(given[:split]), given[split + 1 :]))
+    try:
+        raise SystemExit(all_rows(options().parse_args(given[:split]), given[split + 1 :]))
+    except UserError as error:
+        print(f"layouts_gpus: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

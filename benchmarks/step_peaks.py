@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from benchmarks import vision_step
-from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.features.measure import allocator
 from megatron_prefix.features.measure.allocator import Peaks
 from megatron_prefix.lab.bench import steps
@@ -60,7 +59,7 @@ class _Highest:
 
 def of_graphs(chunks: Sequence[Any]) -> dict[str, Any]:
     """What CUDA graphs hold."""
-    graphs = [*filter(None, map(graphs_of, chunks))]
+    graphs = steps.all_graphs(chunks)
     return dict(
         captures=sum(of_chunk.captures for of_chunk in graphs),
         capture_ms=1e3 * sum(of_chunk.captured for of_chunk in graphs),
@@ -91,7 +90,7 @@ def rows(
         passes.run(schedule, forward_step, run._chunks, items)
         milliseconds = 1e3 * (now(run._device) - begin)
         held = of_graphs(run._chunks)
-        highest = steps.peak_bytes(run._chunks) / GIB
+        highest = steps.peak_bytes(steps.all_graphs(run._chunks)) / GIB
         reserved = torch.cuda.max_memory_reserved() / GIB
         row = dict(gib=highest, ms=milliseconds, reserved=reserved, **held)
         row["allocations"] = torch.cuda.memory_stats().get("num_device_alloc", 0) - allocations

@@ -178,9 +178,10 @@ class Footprint:
         host_layers: see PrefixConfig.cache_host_layers.
         state, state_grad: a final hidden state that crosses data-parallel ranks, and its gradient.
         pool, pool_length: segments of up to `pool_length` positions are computed in places that
-            stay from step to step (`place_of`): waves, and segments that run again, in one as long
-            as that of the longest, `pool` bytes for each of its positions, of which every model
-            chunk has as many as segments need at once; other inner segments in one each. 0: none.
+            stay from step to step (`place_of`). Inner segments that do not run again have one each.
+            Waves, and segments that run again, take turns: a model chunk has as many places for
+            them as are in use at once, each as long as the longest needs, with `pool` bytes a
+            position. 0: none.
         spared: of what a segment keeps, what it keeps there.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
             which segments a segment reads; None: there are no further messages.

@@ -273,8 +273,8 @@ class _SparseAttention(torch.autograd.Function):
         for first, stop, rows in seen_of(context, shared.num_heads, query.device):
             local = Index(own.query[first:stop], index_keys[rows], own.weight[first:stop])
             chosen.append(shared.chosen(local))
-            visible = mask_of(chosen[-1], len(rows))
-            parts.append(attend(query[first:stop], keys[rows], values[rows], visible, shared.scale))
+            visible = keys[rows], values[rows], mask_of(chosen[-1], len(rows))
+            parts.append(attend(query[first:stop], *visible, shared.scale))
         context.leave(layer, backward=False)
         ctx.call, ctx.indexer = call, [(x.shape, x.dtype) for x in weights[call.num_weights :]]
         ctx.save_for_backward(query, key, value, *(own if loss else ()), *chosen)
@@ -331,8 +331,8 @@ def _pool_gradients(
     visible = seen_of(call.context, call.shared.num_heads, query.device)
     for (first, stop, rows), picked in zip(visible, chosen, strict=True):
         provided = [query[first:stop], *(tensor[rows] for tensor in pool)]
-        visible_keys = mask_of(picked, len(rows))
-        gradients = gradients_of(provided, out_grad[first:stop], visible_keys, call.shared.scale)
+        is_visible = mask_of(picked, len(rows))
+        gradients = gradients_of(provided, out_grad[first:stop], is_visible, call.shared.scale)
         query_grad[first:stop] = gradients[0]
         for total, extra in zip(sums, gradients[1:], strict=True):
             total.index_add_(0, rows, extra.to(total.dtype))

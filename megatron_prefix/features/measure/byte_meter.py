@@ -78,8 +78,8 @@ class StageCount(NamedTuple):
     def numbers(self, known: StageBytes | None = None) -> StageBytes:
         """What fits all ranks best, as much larger as it must be for the rank that has most; none
         of the numbers is below 0. A kind of segment that did not run keeps what is known of it, or
-        else as much as the other; what is known holds what losses read where no row could tell
-        that apart, and then is no match for a number of it."""
+        else as much as the other. Where no row tells `scored` apart, `inner` and `wave` contain it:
+        known numbers that do so are not mixed with others that do not."""
         scale = np.sqrt(np.diag(self.gram))
         used, solved = scale > 0, np.zeros(4)
         if used.any():

@@ -121,7 +121,7 @@ class _Run:
             times = []
             for _ in range(repeats):
                 times.append(self._call(items))
-                measured.captured_ms += 1e3 * sum(graphs.captured for graphs in self._graphs)
+                measured.captured_ms += 1e3 * sum(graphs.captured for graphs in self._graphs())
             measured.step_ms.append(statistics.median(times))
             if isinstance(self._schedule, PrefixSchedule):
                 report = self._schedule.report
@@ -136,17 +136,15 @@ class _Run:
                 limit = (report.base_bytes + self._schedule.memory.limit) / GIB
                 measured.limit_gib = max(measured.limit_gib, limit if limit < math.inf else 0.0)
         if self._on_gpu:
-            ours = isinstance(self._schedule, PrefixSchedule)
-            measured.gib = peak_bytes(self._chunks if ours else ()) / GIB
-            measured.graph_tokens = max((graphs.most for graphs in self._graphs), default=0)
+            graphs = self._graphs()
+            measured.gib = peak_bytes(graphs) / GIB
+            measured.graph_tokens = max((of_chunk.most for of_chunk in graphs), default=0)
         self._watch(measured, steps[-1])
         return together(measured, align.data_rank())
 
-    @property
     def _graphs(self) -> list[LayerGraphs]:
-        """Of the rank's model chunks, where our schedule has some."""
-        ours = isinstance(self._schedule, PrefixSchedule)
-        return [*filter(None, map(graphs_of, self._chunks))] if ours else []
+        """Of our schedule's."""
+        return all_graphs(self._chunks) if isinstance(self._schedule, PrefixSchedule) else []
 
     def _watch(self, measured: Measured, items: Sequence[Any]) -> None:
         """One more call, timed action by action."""
@@ -193,11 +191,15 @@ class _Run:
         return float(spent)
 
 
-def peak_bytes(chunks: Sequence[Any]) -> int:
+def all_graphs(chunks: Sequence[Any]) -> list[LayerGraphs]:
+    """CUDA graphs of model chunks, those that have some."""
+    return [*filter(None, map(graphs_of, chunks))]
+
+
+def peak_bytes(graphs: Sequence[LayerGraphs]) -> int:
     """The most device memory at once since torch's statistics were reset, with what only CUDA
-    graphs of model chunks use. While graphs are captured torch counts that itself, so the sum may
-    have it twice; there never was more than torch has reserved."""
-    graphs = filter(None, map(graphs_of, chunks))
+    graphs use. While graphs are captured torch counts that itself, so the sum may have it twice;
+    there never was more than torch has reserved."""
     peak = torch.cuda.max_memory_allocated() + sum(of.uncounted_bytes for of in graphs)
     return min(peak, torch.cuda.max_memory_reserved())
 

@@ -15,8 +15,9 @@ from megatron_prefix.lab.cli.report import to_line
 from megatron_prefix.plan.files import writing
 
 FIGURES = ("stock_ms", "prefix_ms", "speedup", "bound", "of_bound", "segments", "raw_tokens",
-           "executed_tokens", "bubble", "simulated_bubble", "graph_tokens",
-           "captured_ms")  # fmt: skip
+           "executed_tokens", "graph_tokens", "captured_ms")  # fmt: skip
+BUBBLES = {"bubble": "bubble", "bubble_simulated": "simulated_bubble"}
+"""Of pipelines: names in tables, and of a result."""
 PEAKS = ("stock_gib", "prefix_gib", "predicted_gib")
 FILES = ("--record", "--bench-json", "--plot")
 """Options that name files, which no command of a row repeats."""
@@ -46,13 +47,15 @@ def rows(
     options = f"mode {mode}" + ", passes without gradients" * result["forward_only"]
     for row in result["rows"]:
         values = vars(row)
+        bubbles = BUBBLES if result["layout"].pp > 1 else {}
+        named = {name: name for name in FIGURES} | bubbles
         yield {
             "question": question,
             "subject": row.name.removesuffix(".gz").removesuffix(".jsonl"),
             "model": model_of(result),
             "layout": layout_of(result["layout"]),
             "options": options,
-            "figures": {name: _short(values[name]) for name in FIGURES},
+            "figures": {name: _short(values[of]) for name, of in named.items()},
             "peaks": {name: _short(values[name]) for name in PEAKS if values[name]},
             "machine": result["device"],
             "versions": versions_of(result),

@@ -200,7 +200,7 @@ ROW = types.SimpleNamespace(
 def result(**changes):
     return {
         "model": "qwen3-8b", "set": ["num_layers=12"], "device": "NVIDIA H200", "python": "3.12",
-        "torch": "2.11", "megatron_core": "0.16.1", "layout": Layout(tp=2, sequence_parallel=True),
+        "torch": "2.11", "megatron_core": "0.16.1", "layout": Layout(2, 2, sequence_parallel=True),
         "forward_only": False, "rows": [ROW], **changes,
     }  # fmt: skip
 
@@ -213,12 +213,12 @@ def test_rows_are_appended_with_all_that_the_generator_reads(tmp_path, monkeypat
     records.append(str(path), result(forward_only=True, layout=Layout()), "on")
     first, second = figures.read(tmp_path)
     assert first["question"] == "packed" and first["subject"] == "rag_musique"
-    assert first["model"] == "qwen3-8b, num_layers=12" and first["layout"] == "TP2 SP"
-    assert first["figures"]["stock_ms"] == 3440.1235 and first["figures"]["speedup"] == 3.92
+    assert first["model"] == "qwen3-8b, num_layers=12" and first["layout"] == "TP2 x PP2 SP"
+    assert first["figures"]["stock_ms"] == 3440.1235 and first["figures"]["bubble_simulated"] == 0.1
     assert first["peaks"] == {"stock_gib": 51.5, "prefix_gib": 49.3}
     assert first["command"] == "megatron-prefix bench --tp 2 --set 'a=b c'"
     assert first["versions"]["torch"] == "2.11" and first["machine"] == "NVIDIA H200"
-    assert second["layout"] == "one rank"
+    assert second["layout"] == "one rank" and "bubble" not in second["figures"]
     assert second["options"] == "mode on, passes without gradients"
     assert len(figures.newest([first, second])) == 2
     assert json.loads(path.read_text(encoding="utf-8").splitlines()[0]) == first
