@@ -47,7 +47,7 @@ def undone(refusal, late, **values):
 
 ON_RANKS: dict[str, list[Row]] = {
     "tp2_sp": [
-        *(graphs(name) for name in ("gqa", "experts shared")),
+        *(graphs(name) for name in ("gqa", "mla", "experts shared")),
         row("gqa", "small", form="one", calls="reference_before"),
         graphs("gdn", "graphs in chunks"),
         row("own delta global", "small", recompute="full"),

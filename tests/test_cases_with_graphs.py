@@ -11,10 +11,9 @@ SMALL = {"tree": "groups", "session": "train", "form": "rows"}
 """Two steps of two microbatches: the second has its graphs from the first."""
 ROWS = [
     *(row("gqa", options) for options in POLICIES),
-    row("gpt-oss", "graphs", **SMALL),
     *(row(name, "graphs in chunks", **SMALL) for name in ("qk_norm", "mla", "gpt-oss experts")),
     # Experts run between graphs.
-    row("experts both", "graphs", **SMALL),
+    *(row(name, "graphs", **SMALL) for name in ("gpt-oss", "experts both")),
     row("experts shared", "graphs in chunks", **SMALL),
     row("experts behind a dense layer", "graphs recompute", **SMALL),
     row("mla experts", "graphs in chunks", **SMALL),

@@ -107,7 +107,7 @@ def test_gradients_are_bitwise_those_without(name, options, monkeypatch):
         assert len(made.layers) == len(unwrap(chunk).decoder.layers) - ends_early(chunk)
 
 
-@pytest.mark.parametrize("name", ["dense", "experts"])
+@pytest.mark.parametrize("name", ["dense", "experts", "latents"])
 @pytest.mark.parametrize("chunks", [0, 64])
 def test_attention_inside_is_as_outside(chunks, name, monkeypatch):
     """As near as 16 bits are, since flash-attn-4 adds in another order; experts get their tokens by
@@ -122,7 +122,7 @@ def test_attention_inside_is_as_outside(chunks, name, monkeypatch):
             if name == "dense" or "layers.0.self_attention" in key:
                 assert relative_error(step.gradients[key], gradient) <= limit, key
     forms = [made for one in graphs_of(chunk).sets for made in one.made.values()]
-    assert any(sides.attends is not None for made in forms for sides in made.values())
+    assert any(sides.attends for made in forms for sides in made.values())
 
 
 def ends_early(chunk):

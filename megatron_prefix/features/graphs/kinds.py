@@ -59,6 +59,6 @@ def without_graphs(config: Any, kinds: Iterable[Kind | None]) -> str:
 
 def may_be_inside(mixer: Part) -> bool:
     """Whether a mixer's core may be in graphs (placed.py): one that leaves K and V of positions,
-    and has no quantisers, which a trainer may change between steps."""
-    is_plain = type(mixer.kind) is Attention
-    return is_plain and not hasattr(mixer.module.core_attention, QUANTISERS[0])
+    or latents, and has no quantisers, which a trainer may change between steps."""
+    is_placed = type(mixer.kind) in (Attention, MLA)
+    return is_placed and not hasattr(mixer.module.core_attention, QUANTISERS[0])

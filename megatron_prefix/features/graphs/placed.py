@@ -28,6 +28,7 @@ from megatron_prefix.sidecar.arena import (
     wider,
     with_returned,
 )
+from megatron_prefix.sidecar.cache import SegmentState
 from megatron_prefix.tree.payload_map import Form, Level, RowMap
 
 SPARE = 128
@@ -250,13 +251,6 @@ class PlacedArenas:
                 place[self.capacity :].zero_()
         return places[layer]
 
-    def clean(self) -> None:
-        """Zeroes the spare rows of gradients, before layers that read them run for a capture: what
-        is added there is nobody's, perhaps NaN, and would go into gradients of weights."""
-        for places in self.sums.values():
-            for place in places:
-                place[self.capacity :].zero_()
-
     @property
     def device_bytes(self) -> int:
         """Of all places."""
@@ -341,8 +335,8 @@ class PlacedCache:
             self._forwards.remove(layer)
         else:
             self._forwards.add(layer)
-            for place, part in zip(self._values(layer) if inner else (), key_value, strict=inner):
-                place.index_copy_(0, self._sheet.written, part)
+            if inner:
+                self.capture(layer, index, key_value)
         sums = self._sums(layer) if inner else ()
         return _OwnKeys(key_value, [*sums], self._sheet)
 
@@ -351,6 +345,19 @@ class PlacedCache:
 
     def _sums(self, layer: int) -> list[Tensor]:
         return self._arenas.placed(layer, self._values(layer), sums=True)
+
+    def state(self, layer: int, index: int) -> SegmentState:
+        """See SidecarCache: of every forward what it leaves is written."""
+        return SegmentState.EMPTY
+
+    def capture(self, layer: int, index: int, payload: Payload) -> None:
+        """See SidecarCache."""
+        for place, part in zip(self._values(layer), payload, strict=True):
+            place.index_copy_(0, self._sheet.written, part)
+
+    def take(self, layer: int, index: int) -> Payload:
+        """See SidecarCache."""
+        return tuple(place.index_select(0, self._sheet.written) for place in self._sums(layer))
 
     def own(self, layer: int, index: int) -> Payload:
         return tuple(place.index_select(0, self._sheet.written) for place in self._values(layer))

@@ -50,7 +50,7 @@ class PlacedRuns(NamedTuple):
 
 class PlacedKernel(Kernel):
     """One of these kernels, with `PlacedRuns`. Queries of runs without keys have 0 and a
-    log-sum-exp of -inf; gradients of keys that are nobody's are anything."""
+    log-sum-exp of -inf; gradients of keys that are nobody's are 0."""
 
     def __init__(self, kernel: Any) -> None:
         self.name, self._kernel = kernel.name, kernel
@@ -67,11 +67,16 @@ class PlacedKernel(Kernel):
     ) -> Gradients:  # fmt: skip
         """See Kernel."""
         saved = Saved(dout, q, k, v, out, lse)
+        gradients: Gradients
         if self.name == "math":
-            return _backward(saved, runs, scale)
-        gradients: Gradients = self._kernel.attend_backward(
-            saved, aux, scale, runs.causal, **runs.lengths
-        )
+            gradients = _backward(saved, runs, scale)
+        else:
+            gradients = self._kernel.attend_backward(saved, aux, scale, runs.causal, **runs.lengths)
+        if not runs.causal:
+            # Kernels leave anything there, perhaps NaN: of latents it would go into weights.
+            nobody = torch.arange(len(k), device=k.device) >= runs.keys[-1]
+            for gradient in gradients[1:]:
+                gradient.masked_fill_(nobody[:, None, None], 0.0)
         return gradients
 
 

@@ -196,7 +196,6 @@ class SegmentGraphs:
             return None
         sheet = self._sheets.setdefault(form, Sheet(form, device))
         sheet.of_none(self._arenas.capacity)
-        self._arenas.clean()
         return PlacedContext.of(sheet, self._arenas)
 
     def has_inside(self, layer: CutLayer) -> bool:
@@ -204,7 +203,7 @@ class SegmentGraphs:
         return self._context is not None and layer.attends
 
     def attended(self, run: Core, inputs: Sequence[Tensor]) -> Tensor:
-        """What core attention makes of queries, keys and values of a segment of the form."""
+        """What core attention makes of what it is given, as of a segment of the form."""
         if self._context is None:
             raise RuntimeError("graphs are cut at attention")
         with self._owner.attending(self._context):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_prefix.features.graphs import choice, cuda, layers, part
+from megatron_prefix.features.graphs import choice, cuda, cut_layer, layers, part
 from megatron_prefix.features.graphs.pieces import Piece
 from megatron_prefix.features.graphs.placed import SPARE, AttentionForm, LevelForm
 from megatron_prefix.features.graphs.segment_graphs import GraphForm, SegmentGraphs
@@ -23,7 +23,6 @@ from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import small_model
 
 LAYERS = 3
-
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
@@ -104,8 +103,14 @@ def test_pieces_save_what_their_layers_do(name, monkeypatch):
         assert saved == without > 0
 
 
+@pytest.fixture
+def _outside(monkeypatch):
+    """Graphs are cut at attention, as with context parallelism."""
+    monkeypatch.setattr(cut_layer, "may_be_inside", lambda _: False)
+
+
 @pytest.mark.parametrize("name", ["tiny-gpt-oss", "tiny-deepseek"])
-@pytest.mark.usefixtures("recorded_graphs")
+@pytest.mark.usefixtures("recorded_graphs", "_outside")
 def test_attention_writes_where_the_next_piece_reads(name, monkeypatch):
     """What it saves of its output is there, and nowhere else; hidden states are there already."""
     there = []
@@ -122,9 +127,8 @@ def test_attention_writes_where_the_next_piece_reads(name, monkeypatch):
     assert there and all(there)
 
 
-@pytest.mark.parametrize("name", ["tiny-deepseek"])
-@pytest.mark.usefixtures("recorded_graphs")
-def test_pieces_of_the_longest_segment_copy_one_thing(name, monkeypatch):
+@pytest.mark.usefixtures("recorded_graphs", "_outside")
+def test_pieces_of_the_longest_segment_copy_one_thing(monkeypatch):
     """What they compute is its own place, but for values that are cut from a projection, and for
     latents, which have one place for all layers."""
     copies = []
@@ -140,7 +144,7 @@ def test_pieces_of_the_longest_segment_copy_one_thing(name, monkeypatch):
 
     as_long_as_segments(monkeypatch)
     monkeypatch.setattr(SegmentGraphs, "capture", captured)
-    steps(small_model(name, spec={"num_layers": LAYERS}), config())
+    steps(small_model("tiny-deepseek", spec={"num_layers": LAYERS}), config())
     assert max(num for is_first, num in copies if is_first) == 1
     assert all(num > 1 for is_first, num in copies if not is_first)
 

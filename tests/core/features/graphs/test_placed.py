@@ -53,8 +53,7 @@ def test_a_sheet_says_where_a_segment_lies():
     form = placed.AttentionForm(8, True, 2, (placed.LevelForm(4, 16),))
     sheet = placed.Sheet(form, CPU)
     cache = SimpleNamespace(map=SimpleNamespace(levels=[[WAVE]]))
-    own = Runs.own((3, 5))
-    context = SimpleNamespace(runs=own, cache=cache, index=0)
+    context = SimpleNamespace(runs=Runs.own((3, 5)), cache=cache, index=0)
     sheet.of_segment(context, slice(40, 48), spare=100)
     assert sheet.runs[0].queries.tolist() == [0, 3, 8]
     assert sheet.runs[1].queries.tolist() == [0, 2, 5, 6, 8]
@@ -68,15 +67,13 @@ def test_a_sheet_says_where_a_segment_lies():
 
 def arena_of(places, num):
     rows = RowMap(num, ((slice(0, 4)), slice(2, 6), None), ((), (), ()))
-    arena = places.begin([Form.POSITIONS], num).arena(0, rows, DeviceBytes())
-    return arena, arena.rows
+    return places.begin([Form.POSITIONS], num).arena(0, rows, DeviceBytes())
 
 
 def test_arenas_stay_where_they_are_until_they_are_too_short():
-    places, payload = placed.PlacedArenas(), (torch.ones(4, 2, 8),) * 2
-    addresses = []
+    places, payload, addresses = placed.PlacedArenas(), (torch.ones(4, 2, 8),) * 2, []
     for num in (6, 4, placed.SPARE + 1):
-        arena, _ = arena_of(places, num)
+        arena = arena_of(places, num)
         arena.write(0, payload)
         addresses.append(arena.values[0].data_ptr())
         assert all(len(tensor) == num for tensor in arena.values)
@@ -90,7 +87,7 @@ def test_payloads_of_another_dtype_have_places_of_their_own():
     """A copy would round them without a word."""
     places, payload = placed.PlacedArenas(), (torch.ones(4, 2, 8),) * 2
     for dtype in (torch.float32, torch.float64):
-        arena, _ = arena_of(places, 6)
+        arena = arena_of(places, 6)
         arena.write(0, tuple(part.to(dtype) for part in payload))
         arena.reuse_sums()
         assert {part.dtype for part in (*arena.values, *arena.sums)} == {dtype}
@@ -115,7 +112,7 @@ def test_cores_with_quantisers_run_outside():
 
 def test_gradients_of_an_earlier_segment_are_zeroed():
     places = placed.PlacedArenas()
-    arena, _ = arena_of(places, 6)
+    arena = arena_of(places, 6)
     arena.write(0, (torch.ones(4, 2, 8),) * 2)
     arena.reuse_sums()
     arena.sums[0].fill_(1.0)
@@ -142,9 +139,11 @@ def _passed_on(monkeypatch, model, module):
 
 @pytest.mark.usefixtures("recorded_graphs")
 @pytest.mark.parametrize(("what", "launches"), [("nothing", 1), ("hook", 2), ("block", 2)])
-def test_whole_layers_are_one_launch(what, launches, monkeypatch):
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-deepseek"])
+def test_whole_layers_are_one_launch(name, what, launches, monkeypatch):
     """Unless somebody looks at, or changes, what they give each other."""
-    model, twin = small_model(spec={"num_layers": 3}), small_model(spec={"num_layers": 3})
+    spec = {"num_layers": 3, "num_moe_experts": None}
+    model, twin = small_model(name, spec=spec), small_model(name, spec=spec)
     for either in (model, twin):
         first = unwrap(either).decoder.layers[0]
         if what == "hook":
@@ -166,10 +165,8 @@ def test_a_hook_that_comes_within_a_step_ends_the_chain(monkeypatch):
     handles, taken = [], []
 
     def marked(_, args, named):
-        return args, {
-            **named,
-            "hidden_states": named["hidden_states"].view_as(named["hidden_states"]),
-        }
+        hidden = named["hidden_states"]
+        return args, {**named, "hidden_states": hidden.view_as(hidden)}
 
     def take(graphs, context, hidden):
         while handles:
