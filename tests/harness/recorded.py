@@ -7,6 +7,7 @@ holds at the end of a capture, where later ones would write, is NaN after every 
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from megatron_prefix import features
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.choice import GraphChoice
 from megatron_prefix.features.graphs.cut_layer import CutLayer
+from megatron_prefix.features.mla import latent
 from megatron_prefix.lab.models.local import Float64Kept
 from megatron_prefix.run.schedule import PrefixSchedule
 
@@ -223,12 +225,13 @@ def recording() -> Iterator[type[RecordedGraph]]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (mappings, tensor_layers):
             patch.setattr(module, "dist_reduce_scatter_func", _reduce_scatter)
+        own = SimpleNamespace(**vars(dist) | {"reduce_scatter_tensor": _reduce_scatter})
+        patch.setattr(latent, "dist", own)
         patch.setattr(features, "may_have_graphs", lambda config, _: config.graph_tokens != 0)
         patch.setattr(cuda, "Graph", Counted)
         patch.setattr(cuda, "why_not", lambda *_, **__: "")
-        patch.setattr(cuda, "pool", lambda: None)
         patch.setattr(cuda, "apart", contextlib.nullcontext)
-        for name in ("settle", "recover"):
+        for name in ("settle", "recover", "pool"):
             patch.setattr(cuda, name, lambda: None)
         yield Counted
 

@@ -103,16 +103,11 @@ def test_pieces_save_what_their_layers_do(name, monkeypatch):
         assert saved == without > 0
 
 
-@pytest.fixture
-def _outside(monkeypatch):
-    """Graphs are cut at attention, as with context parallelism."""
-    monkeypatch.setattr(cut_layer, "may_be_inside", lambda _: False)
-
-
 @pytest.mark.parametrize("name", ["tiny-gpt-oss", "tiny-deepseek"])
-@pytest.mark.usefixtures("recorded_graphs", "_outside")
+@pytest.mark.usefixtures("recorded_graphs")
 def test_attention_writes_where_the_next_piece_reads(name, monkeypatch):
     """What it saves of its output is there, and nowhere else; hidden states are there already."""
+    monkeypatch.setattr(cut_layer, "may_be_inside", lambda _: False)  # as with windows
     there = []
     run = Piece.run_forward
 
@@ -127,10 +122,11 @@ def test_attention_writes_where_the_next_piece_reads(name, monkeypatch):
     assert there and all(there)
 
 
-@pytest.mark.usefixtures("recorded_graphs", "_outside")
+@pytest.mark.usefixtures("recorded_graphs")
 def test_pieces_of_the_longest_segment_copy_one_thing(monkeypatch):
     """What they compute is its own place, but for values that are cut from a projection, and for
     latents, which have one place for all layers."""
+    monkeypatch.setattr(cut_layer, "may_be_inside", lambda _: False)  # as with CP
     copies = []
     capture = SegmentGraphs.capture
 
