@@ -285,10 +285,10 @@ class LayerGraphs:
         """What its sets hold, of each kind the one with most."""
         kinds: tuple[list[float], ...] = [0.0], [0.0], [0.0], [0.0]
         for graphs in self.sets:
-            size = cuda.uncounted_bytes([graphs.pool]) + graphs.placed_bytes
             plain, light = (graphs.longest(taps_mlps=taps) for taps in (False, True))
             is_light, longest = plain < LIGHTER * light, max(plain, light, 1)
-            kinds[2 * is_light + (not graphs.passes)].append(size / (longest * self._ranks))
+            size = cuda.uncounted_bytes([graphs.pool]) / longest + graphs.placed_bytes / graphs.most
+            kinds[2 * is_light + (not graphs.passes)].append(size / self._ranks)
         return Held(*map(max, kinds))
 
     @property

@@ -113,8 +113,7 @@ def test_attention_writes_where_the_next_piece_reads(name, monkeypatch):
 
     def noted(piece, given):
         if len(given) > 1:
-            both = zip(given, piece.inputs, strict=True)
-            there.append(all(one.data_ptr() == place.data_ptr() for one, place in both))
+            there.append([x.data_ptr() for x in given] == [x.data_ptr() for x in piece.inputs])
         return run(piece, given)
 
     monkeypatch.setattr(Piece, "run_forward", noted)
@@ -163,11 +162,8 @@ def test_waves_of_all_lengths_share_a_set():
     groups = [*generate(1, 24, 20, 4, vocab_size=64), *generate(1, 24, 6, 2, vocab_size=64, seed=1)]
     for seed in range(4):
         align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
-    sets = [[form.positions for form in graphs.made] for graphs in made(model).sets]
-    waves = [
-        {form.positions for form in graphs.made if not form.attention.inner}
-        for graphs in made(model).sets
-    ]
+    sets = [graphs.made for graphs in made(model).sets]
+    waves = [{form.positions for form in forms if not form.attention.inner} for forms in sets]
     assert max(map(len, waves)) > 1 and sum(map(bool, waves)) == 1, sets
 
 
@@ -198,10 +194,8 @@ def test_a_first_step_has_no_graphs_where_bytes_are_counted(mode, monkeypatch, r
 
 
 def test_captures_have_one_stream(monkeypatch):
-    """torch's allocator gives what one of them has freed to others on the same stream only. It
-    waits for the current one first, which waits for it in the end."""
-    used = []
-    waited = []
+    """What one has freed is free on it alone. It waits for the current one, and that for it."""
+    used, waited = [], []
 
     class Stream:
         def __init__(self, *_):
@@ -214,8 +208,7 @@ def test_captures_have_one_stream(monkeypatch):
         used.append(stream)
         return contextlib.nullcontext()
 
-    fakes = {"Stream": Stream, "current_stream": Stream, "stream": on}
-    for name, fake in fakes.items():
+    for name, fake in {"Stream": Stream, "current_stream": Stream, "stream": on}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # none that there is
     for _ in range(2):
@@ -258,6 +251,15 @@ def test_what_only_graphs_use_is_what_torch_reserves(monkeypatch):
     assert cuda.uncounted_bytes([]) == 0
 
 
+def test_places_are_longer_than_what_has_been_captured(monkeypatch):
+    """So bytes of a position are of another number of positions."""
+    monkeypatch.setattr(cuda, "uncounted_bytes", lambda _: 80)
+    fields = dict(pool=0, placed_bytes=160, most=16, passes=True)
+    sets = SimpleNamespace(longest=lambda *, taps_mlps: 8 * (not taps_mlps), **fields)
+    graphs = SimpleNamespace(sets=[sets], _ranks=2)
+    assert layers.LayerGraphs.held.fget(graphs) == choice.Held(pool=10.0)
+
+
 def test_plans_know_what_graphs_hold():
     """Of all ranks the most; until that is known, as much as segments without graphs."""
     graphs = object.__new__(part.Graphs)
@@ -270,9 +272,8 @@ def test_plans_know_what_graphs_hold():
     graphs.learn(choice.Held.most([choice.Held(5.0, 1.5), choice.Held(4.0)]))
     graphs.learn(choice.Held())
     stages = StageBytes(3.0 * part.ROOM, 3.0), StageBytes(4.0, 1.0)
-    known = dict(
-        pool=10.0 * part.ROOM, pool_length=64, spared=2.0
-    )  # as much as an inner segment keeps
+    # As much as an inner segment keeps.
+    known = dict(pool=10.0 * part.ROOM, pool_length=64, spared=2.0)
     assert graphs.footprint(plain) == replace(plain, stages=stages, **known)
     # Of sets for segments whose activations run again others' bytes are known, too.
     graphs.learn(choice.Held(light_pool=6.0))
