@@ -153,8 +153,7 @@ def test_fa4_reads_a_slice_of_a_cache_as_it_lies():
 def test_fa4_makes_a_call_again(runs, monkeypatch):
     """The layers of a segment: one goes through the package's Python, and all get what it gives."""
     kernel = working("fa4", torch.bfloat16, 128, 128)
-    library = operators.flash_attn_4()
-    calls = []
+    library, calls = operators.flash_attn_4(), []
     called = library._resolve_causal_local_window
     monkeypatch.setattr(
         library, "_resolve_causal_local_window", lambda *args: calls.append(1) or called(*args)

@@ -189,8 +189,7 @@ def random_forest(rng, depth=3, *, joined=False):
 
 def random_trees(rng, depth=3):
     """Roots of one to twelve trees, and the first trained position of every rollout."""
-    roots = []
-    num = 0
+    roots, num = [], 0
     for _ in range(rng.choice((1, 2, 3, 4, 12))):
         members = range(num, num + rng.randint(1, 8))
         num += len(members)

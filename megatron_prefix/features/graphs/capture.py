@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_prefix.features.graphs.cut_layer import OTHER_LAYER, Core, CutLayer
+from megatron_prefix.features.graphs.cut_layer import OTHER_LAYER, Core, CutLayer, Shared
 from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece, put_at, used
 
 if TYPE_CHECKING:
@@ -43,10 +43,12 @@ class Rehearsal:
         """See Cut."""
         return hidden
 
-    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
+    def experts(
+        self, hidden: Tensor, norm: Callable[[Tensor], Any], shared: Shared | None
+    ) -> Tensor:
         """See Cut."""
         if isinstance(normed := norm(hidden), Tensor):
-            self.made.append(normed)
+            self.made += [normed] if shared is None else [normed, shared(normed)]
         return hidden
 
 
@@ -113,9 +115,12 @@ class GraphCapture:
         self._inputs = [self._enters]
         return self._enters
 
-    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
+    def experts(
+        self, hidden: Tensor, norm: Callable[[Tensor], Any], shared: Shared | None
+    ) -> Tensor:
         """See Cut. The norm keeps its input, and so does whoever adds it to what experts make: it
-        is put in its place before."""
+        is put in its place before. What shared experts make nobody keeps: all layers have one
+        place."""
         place = self._graphs.place_of(("residual", self._layer.number), hidden)
         if place.data_ptr() != hidden.data_ptr():
             hidden = put_at(place, hidden)
@@ -123,6 +128,9 @@ class GraphCapture:
         if isinstance(normed := norm(hidden), Tensor) and normed is not hidden:
             computed.append(normed)
             places.append(self._graphs.place_of(("normed", self._layer.number), normed))
+            if shared is not None:
+                computed.append(shared(normed))
+                places.append(self._graphs.place_of("shared", computed[-1]))
         self._rest = hidden.detach()
         self._end_last(computed, places)
         return self._rest

@@ -5,8 +5,9 @@ attention that cannot be inside (placed.py), or a recurrent layer's convolution 
 says where they are (`Cut.core`).
 Experts wait for the device, which says how many tokens each of them gets, so a layer of experts is
 cut once more: where `_forward_mlp` begins (TransformerLayer in
-megatron/core/transformer/transformer_layer.py).  The norm in front of them is captured, what is
-behind that runs as without graphs: Megatron's own method, with that norm's output at hand.
+megatron/core/transformer/transformer_layer.py).  The norm in front of them is captured, and what
+shared experts make of its output; the rest runs as without graphs: Megatron's own method, with both
+at hand.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ _NORMS = "input_layernorm", "norm"
 Core = Callable[..., Tensor]
 """(tensors that the graph in front has made, into=where the one behind reads) -> what it makes of
 them, there or elsewhere."""
+
+
+Shared = Callable[[Tensor], Tensor]
+"""Experts that all tokens go through."""
 
 
 class Sides(NamedTuple):
@@ -75,12 +80,15 @@ class Cut(Protocol):
         """What a norm in front of a mixer is given, if it is given these hidden states."""
         ...
 
-    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
+    def experts(
+        self, hidden: Tensor, norm: Callable[[Tensor], Any], shared: Shared | None
+    ) -> Tensor:
         """In the place of what runs without graphs.
 
         Args:
             hidden: [positions, 1, hidden_size], what it is given.
             norm: the first that it does with this.
+            shared: what it does with that, beside its experts; None: nothing.
 
         Returns:
             What the layer gives.
@@ -101,6 +109,14 @@ class Cuts(Protocol):
 def can_be_cut(module: Any) -> bool:
     """Whether a layer of experts has what it is cut at."""
     return hasattr(module, "_forward_mlp") and hasattr(module, "pre_mlp_layernorm")
+
+
+def shared_experts_of(experts: Any) -> nn.Module | None:
+    """Those of a layer of experts that run by themselves in front of the others; None without."""
+    if not hasattr(experts, "shared_experts_compute") or experts.shared_expert_overlap:
+        return None
+    shared: nn.Module | None = experts.shared_experts
+    return shared
 
 
 class CutLayer:
@@ -137,7 +153,7 @@ class CutLayer:
         self._alone = False
         self._arguments: dict[str, Any] = {}
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
-        self._normed: tuple[Tensor, Tensor] | None = None
+        self._at_hand: Sequence[Tensor] = ()
         self._enters = next(
             (getattr(module, name) for name in _NORMS if hasattr(module, name)), None
         )
@@ -145,6 +161,9 @@ class CutLayer:
             self._stock_norm = self._enters.forward
         if self._apart is not None:
             self._forward_mlp, self._norm = module._forward_mlp, module.pre_mlp_layernorm.forward
+            self._shared = shared_experts_of(self._apart)
+            if self._shared is not None:
+                self._compute = self._apart.shared_experts_compute
 
     @property
     def scale(self) -> float:
@@ -158,7 +177,9 @@ class CutLayer:
 
     def modules(self) -> Iterator[nn.Module]:
         """Those that graphs run, the layer itself among them."""
-        excluded = set(modules_of(self._apart)) if self._apart is not None else ()
+        excluded = set(modules_of(self._apart)) if self._apart is not None else set()
+        if self._apart is not None and self._shared is not None:
+            excluded.difference_update(modules_of(self._shared))
         yield from (module for module in modules_of(self.module) if module not in excluded)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -177,6 +198,8 @@ class CutLayer:
         if self._apart is not None:
             yield self.module, "_forward_mlp", self._of_experts
             yield self.module.pre_mlp_layernorm, "forward", self._norm_at_hand
+            if self._shared is not None:
+                yield self._apart, "shared_experts_compute", self._shared_at_hand
 
     def plain(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Its forward without graphs, which shows what else it is given: in place of a tensor the
@@ -236,15 +259,15 @@ class CutLayer:
         cut = self._owner.cut
         return self._stock_norm(x if cut is None else cut.entering(x), *args, **kwargs)
 
-    def _with_experts(self, hidden: Tensor, normed: Tensor | None = None) -> Tensor:
-        """What it makes of what its graphs have made: what experts are added to, and of its norm
-        if that is a tensor."""
+    def _with_experts(self, hidden: Tensor, *at_hand: Tensor) -> Tensor:
+        """What it makes of what its graphs have made: what experts are added to, if its norm makes
+        a tensor that, and what shared experts make of it."""
         positional, named = self._given
-        self._normed = None if normed is None else (hidden, normed)
+        self._at_hand = hidden, *at_hand
         try:
             y: Tensor = self._forward_mlp(hidden, *positional, **named)
         finally:
-            self._normed = None
+            self._at_hand = ()
         return y
 
     def _of_experts(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,10 +278,17 @@ class CutLayer:
         if any(isinstance(value, Tensor) for value in (*extra, *kwargs.values())):
             raise CannotCaptureError(OTHER_LAYER)
         self._given = (*extra,), kwargs
-        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm)
+        shared = None if self._shared is None else self._compute
+        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm, shared)
 
     def _norm_at_hand(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The norm in front of its experts; a graph has made its output."""
-        if self._normed is not None and x is self._normed[0]:
-            return self._normed[1]
+        if len(self._at_hand) > 1 and x is self._at_hand[0]:
+            return self._at_hand[1]
         return self._norm(x, *args, **kwargs)
+
+    def _shared_at_hand(self, x: Tensor) -> Any:
+        """Its shared experts; a graph has made their output."""
+        if len(self._at_hand) > 2 and x is self._at_hand[1]:
+            return self._at_hand[2]
+        return self._compute(x)

@@ -31,7 +31,7 @@ from megatron_prefix.layers.segment import SegmentContext
 ROTARY = "rotary_pos_emb"
 _IGNORED = "attention_mask"
 _GRADIENT = "gradient of hidden states"
-_OUTPUTS = _GRADIENT, "gradient of normed"
+_OUTPUTS = _GRADIENT, "gradient of normed", "gradient of shared"
 
 
 class GraphForm(NamedTuple):

@@ -191,8 +191,7 @@ def test_gradients_are_finished_once(per_token, force):
 
 @pytest.mark.parametrize("as_list", [False, True])
 def test_everything_runs_inside_no_sync_func(as_list):
-    model = small_model()
-    entered = []
+    model, entered = small_model(), []
 
     @contextlib.contextmanager
     def no_sync():

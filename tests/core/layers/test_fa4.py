@@ -268,8 +268,7 @@ def test_a_tensor_that_the_library_copies_is_another_layout():
                 arguments[place] = arguments[place].clone()
 
     library.change = copied
-    launched = []
-    kernel = library.kernel
+    launched, kernel = [], library.kernel
     library.kernel = lambda *given: (launched.extend(given[:3]), kernel(*given))[1]
     for offset in (0, 0, 1, 1, 0):
         given = [torch.randn(41)[offset : offset + 40].view(5, 2, 4) for _ in range(3)]

@@ -37,8 +37,7 @@ def num_alike(tokens, routes):
     """Positions that rollouts need not compute, as one before them has them: with the same tokens
     up to the one after it, and the same routes so far.
     """
-    known = set()
-    num = 0
+    known, num = set(), 0
     for row, experts in zip(tokens, routes, strict=True):
         path = ()
         for place in range(len(row) - 1):

@@ -321,8 +321,7 @@ def test_inner_segments_save_at_least_the_gain_of_a_segment(sets, options, gain)
     plain = TreeOptions(**{**vars(options), "chunk_tokens": 0})
     forest = build(*sets, TreeOptions(**{**vars(plain), "segment_gain": gain}))
     is_prefix_tree(forest)
-    read = Counter()
-    carried = Counter()
+    read, carried = Counter(), Counter()
     for segment in forest.segments:
         for span in segment.spans:
             read[span.parent] += 1

@@ -41,8 +41,7 @@ def chunks(on_one_rank):
 @pytest.fixture
 def calls(monkeypatch):
     """Schedule and tokens of every forward-backward call."""
-    made = []
-    run = passes.run
+    made, run = [], passes.run
 
     def noted(schedule, step, chunks, items):
         made.append((type(schedule).__name__, [item["tokens"].tolist() for item in items]))

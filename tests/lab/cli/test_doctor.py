@@ -42,8 +42,7 @@ def test_kernels_come_with_the_reason_for_each_that_is_missing(report):
 
 def test_a_model_is_checked_with_its_own_heads(monkeypatch):
     """A kernel compiles for a width and a number of query heads a K/V head."""
-    asked = set()
-    probed = kernels.probed
+    asked, probed = set(), kernels.probed
 
     def noted(*args):
         asked.add(args[3:6])

@@ -87,8 +87,7 @@ def rollouts(draw, group, uid, head):
 @st.composite
 def group_lists(draw):
     names = draw(st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=4, unique=True))
-    groups = []
-    head = []
+    groups, head = [], []
     for name in names:
         members = []
         for uid in range(draw(st.integers(1, 4))):

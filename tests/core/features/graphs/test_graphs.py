@@ -223,8 +223,7 @@ def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch):
 @pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")
 def test_what_a_recomputed_segment_sends_is_nobodys_place(monkeypatch):
     """Its set is another's while it is on its way."""
-    sent = []
-    replayed = layers.CutLayer.replayed
+    sent, replayed = [], layers.CutLayer.replayed
 
     def noted(layer, sides, *args, **kwargs):
         found = replayed(layer, sides, *args, **kwargs)

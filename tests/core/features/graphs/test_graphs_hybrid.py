@@ -6,7 +6,9 @@ import weakref
 
 import pytest
 import torch
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from megatron_prefix import PrefixSchedule
 from megatron_prefix.features.graphs import cut_layer
 from megatron_prefix.features.graphs.kinds import GRAPHED, Graphed
 from megatron_prefix.features.recurrent.mamba import Mamba2
@@ -66,6 +68,16 @@ def test_a_layer_without_megatrons_method_has_none(monkeypatch, caplog):
     plain, model = (small_model("tiny-moe", spec=spec) for _ in range(2))
     as_without(model, plain, config())  # on those of the dense one
     assert caplog.text.count("a layer is put together differently") == 2  # of each model
+
+
+def test_shared_experts_are_in_graphs(monkeypatch):
+    """But for those of the last layer, which has none."""
+    model, schedule, ran = small_model("tiny-deepseek"), PrefixSchedule(config()), set()
+    steps(model, config(), 2, schedule)
+    stock = SharedExpertMLP.forward
+    monkeypatch.setattr(SharedExpertMLP, "forward", lambda self, x: ran.add(self) or stock(self, x))
+    steps(model, config(), 1, schedule)
+    assert ran == {unwrap(model).decoder.layers[-1].mlp.shared_experts}
 
 
 def test_a_capture_that_fails_keeps_nothing(caplog):

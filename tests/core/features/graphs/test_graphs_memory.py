@@ -122,9 +122,9 @@ def test_attention_writes_where_the_next_piece_reads(name, monkeypatch):
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-def test_pieces_of_the_longest_segment_copy_one_thing(monkeypatch):
+def test_pieces_of_the_longest_segment_copy_little(monkeypatch):
     """What they compute is its own place, but for values that are cut from a projection, and for
-    latents, which have one place for all layers."""
+    latents and what shared experts make, which have one place for all layers."""
     monkeypatch.setattr(cut_layer, "may_be_inside", lambda _: False)  # as with CP
     copies = []
     capture = SegmentGraphs.capture
@@ -140,8 +140,8 @@ def test_pieces_of_the_longest_segment_copy_one_thing(monkeypatch):
     as_long_as_segments(monkeypatch)
     monkeypatch.setattr(SegmentGraphs, "capture", captured)
     steps(small_model("tiny-deepseek", spec={"num_layers": LAYERS}), config())
-    assert max(num for is_first, num in copies if is_first) == 1
-    assert all(num > 1 for is_first, num in copies if not is_first)
+    assert max(num for is_first, num in copies if is_first) == 2
+    assert all(num > 2 for is_first, num in copies if not is_first)
 
 
 @pytest.mark.usefixtures("recorded_graphs")

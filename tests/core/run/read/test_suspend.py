@@ -144,8 +144,7 @@ def test_quantised_calls_are_refused(monkeypatch, name):
 
 
 def test_the_models_mode_is_put_back_and_set_again():
-    model = small_model()
-    seen = []
+    model, seen = small_model(), []
 
     def function():
         model.eval()

@@ -127,8 +127,7 @@ def once_around(tower):
 @contextlib.contextmanager
 def frames(tower):
     """Frames that go into the blocks of a tower."""
-    seen = []
-    stock = tower.forward
+    seen, stock = [], tower.forward
 
     def counting(patches, grid_thw):
         seen.append(int(grid_thw[:, 0].sum()))
