@@ -90,8 +90,7 @@ def put_into(model: Any, *, ignores_masks: bool) -> None:
     """Gives every attention layer of a model one of these modules."""
     which = CausalAttention if ignores_masks else DefinedAttention
     for module in [module for module in model.modules() if hasattr(module, "core_attention")]:
-        latent = module.config.multi_latent_attention
-        before = module.core_attention
+        latent, before = module.config.multi_latent_attention, module.core_attention
         module.core_attention = which(
             module.config, module.layer_number, module.attn_mask_type, module.attention_type,
             softmax_scale=(module if latent else module.config).softmax_scale,

@@ -295,8 +295,7 @@ class Trainer:
             factor = self._exchanged(factor)
         read_back = put(factor) if put else self._write(factor)
         if case.writes == "module_global":
-            held = factor
-            read_back = _held
+            held, read_back = factor, _held
         if case.session == "mode_in_step":
             model.eval() if number else model.train()
         midway = self._is_late("sets midway") and number > 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_prefix.features.graphs.cut_layer import OTHER_LAYER, Core, CutLayer, Shared
+from megatron_prefix.features.graphs.cut_layer import OTHER_LAYER, Beside, Core, CutLayer
 from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece, put_at, used
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ class Rehearsal:
         return hidden
 
     def experts(
-        self, hidden: Tensor, norm: Callable[[Tensor], Any], shared: Shared | None
+        self, hidden: Tensor, norm: Callable[[Tensor], Any], besides: Sequence[Beside]
     ) -> Tensor:
         """See Cut."""
         if isinstance(normed := norm(hidden), Tensor):
-            self.made += [normed] if shared is None else [normed, shared(normed)]
+            self.made += [normed, *(beside.run(normed) for beside in besides)]
         return hidden
 
 
@@ -116,11 +116,10 @@ class GraphCapture:
         return self._enters
 
     def experts(
-        self, hidden: Tensor, norm: Callable[[Tensor], Any], shared: Shared | None
+        self, hidden: Tensor, norm: Callable[[Tensor], Any], besides: Sequence[Beside]
     ) -> Tensor:
         """See Cut. The norm keeps its input, and so does whoever adds it to what experts make: it
-        is put in its place before. What shared experts make nobody keeps: all layers have one
-        place."""
+        is put in its place before. What nobody keeps has one place for all layers."""
         place = self._graphs.place_of(("residual", self._layer.number), hidden)
         if place.data_ptr() != hidden.data_ptr():
             hidden = put_at(place, hidden)
@@ -128,9 +127,10 @@ class GraphCapture:
         if isinstance(normed := norm(hidden), Tensor) and normed is not hidden:
             computed.append(normed)
             places.append(self._graphs.place_of(("normed", self._layer.number), normed))
-            if shared is not None:
-                computed.append(shared(normed))
-                places.append(self._graphs.place_of("shared", computed[-1]))
+            for beside in besides:
+                computed.append(beside.run(normed))
+                number = self._layer.number if beside.stays else -1
+                places.append(self._graphs.place_of((beside.method, number), computed[-1]))
         self._rest = hidden.detach()
         self._end_last(computed, places)
         return self._rest

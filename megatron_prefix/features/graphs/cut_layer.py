@@ -6,8 +6,8 @@ says where they are (`Cut.core`).
 Experts wait for the device, which says how many tokens each of them gets, so a layer of experts is
 cut once more: where `_forward_mlp` begins (TransformerLayer in
 megatron/core/transformer/transformer_layer.py).  The norm in front of them is captured, and what
-shared experts make of its output; the rest runs as without graphs: Megatron's own method, with both
-at hand.
+shared experts and the router's product make of its output; the rest runs as without graphs:
+Megatron's own method, with these at hand.
 """
 
 from __future__ import annotations
@@ -20,22 +20,19 @@ from torch import Tensor, nn
 
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.features.graphs.kinds import Graphed, graphed, may_be_inside
-from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece
+from megatron_prefix.features.graphs.pieces import SMALL, CannotCaptureError, Piece
 from megatron_prefix.layers.attention import softmax_scale
-from megatron_prefix.layers.kind import Override, Part
+from megatron_prefix.layers.kind import Override, Part, owner
 from megatron_prefix.layers.segment import SegmentContext
 
 OTHER_LAYER = "a layer is put together differently from Megatron's"
+_NORM, _MOE = "norm in front of experts", "megatron.core.transformer.moe"
 _NORMS = "input_layernorm", "norm"
 """What Megatron's layers have in front of their mixers, of TransformerLayer and of MambaLayer."""
 
 Core = Callable[..., Tensor]
 """(tensors that the graph in front has made, into=where the one behind reads) -> what it makes of
 them, there or elsewhere."""
-
-
-Shared = Callable[[Tensor], Tensor]
-"""Experts that all tokens go through."""
 
 
 class Sides(NamedTuple):
@@ -81,14 +78,14 @@ class Cut(Protocol):
         ...
 
     def experts(
-        self, hidden: Tensor, norm: Callable[[Tensor], Any], shared: Shared | None
+        self, hidden: Tensor, norm: Callable[[Tensor], Any], besides: Sequence[Beside]
     ) -> Tensor:
         """In the place of what runs without graphs.
 
         Args:
             hidden: [positions, 1, hidden_size], what it is given.
             norm: the first that it does with this.
-            shared: what it does with that, beside its experts; None: nothing.
+            besides: what it does with that, whatever the experts of its tokens are.
 
         Returns:
             What the layer gives.
@@ -111,12 +108,34 @@ def can_be_cut(module: Any) -> bool:
     return hasattr(module, "_forward_mlp") and hasattr(module, "pre_mlp_layernorm")
 
 
-def shared_experts_of(experts: Any) -> nn.Module | None:
-    """Those of a layer of experts that run by themselves in front of the others; None without."""
-    if not hasattr(experts, "shared_experts_compute") or experts.shared_expert_overlap:
-        return None
-    shared: nn.Module | None = experts.shared_experts
-    return shared
+class Beside(NamedTuple):
+    """A method of a layer of experts that makes a tensor of its norm's output.
+
+    Attributes:
+        holder, method: whose, and its name.
+        inside: the module whose weights it uses.
+        run: the method as Megatron has it.
+        stays: whether something made of its output keeps that for the backward.
+    """
+
+    holder: Any
+    method: str
+    inside: nn.Module
+    run: Callable[[Tensor], Tensor]
+    stays: bool
+
+
+def besides_of(experts: Any) -> Iterator[Beside]:
+    """What graphs run of a layer of experts: shared ones, unless they overlap with messages, and
+    the router's product, if that hands on its weight's gradient (`SMALL`)."""
+    shared, router = experts.shared_experts, experts.router
+    compute, gating = "shared_experts_compute", "gating"
+    if isinstance(shared, nn.Module) and not experts.shared_expert_overlap:
+        owners = owner(experts, compute), owner(shared, "forward")
+        if owners == (f"{_MOE}.moe_layer.MoELayer", f"{_MOE}.shared_experts.SharedExpertMLP"):
+            yield Beside(experts, compute, shared, experts.shared_experts_compute, stays=False)
+    if owner(router, gating) == f"{_MOE}.router.Router" and router.weight.numel() <= SMALL:
+        yield Beside(router, gating, router, router.gating, stays=True)
 
 
 class CutLayer:
@@ -153,7 +172,8 @@ class CutLayer:
         self._alone = False
         self._arguments: dict[str, Any] = {}
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
-        self._at_hand: Sequence[Tensor] = ()
+        self._besides: Sequence[Beside] = ()
+        self._at_hand: dict[str, tuple[Tensor, Tensor]] = {}
         self._enters = next(
             (getattr(module, name) for name in _NORMS if hasattr(module, name)), None
         )
@@ -161,9 +181,7 @@ class CutLayer:
             self._stock_norm = self._enters.forward
         if self._apart is not None:
             self._forward_mlp, self._norm = module._forward_mlp, module.pre_mlp_layernorm.forward
-            self._shared = shared_experts_of(self._apart)
-            if self._shared is not None:
-                self._compute = self._apart.shared_experts_compute
+            self._besides = [*besides_of(self._apart)]
 
     @property
     def scale(self) -> float:
@@ -178,8 +196,8 @@ class CutLayer:
     def modules(self) -> Iterator[nn.Module]:
         """Those that graphs run, the layer itself among them."""
         excluded = set(modules_of(self._apart)) if self._apart is not None else set()
-        if self._apart is not None and self._shared is not None:
-            excluded.difference_update(modules_of(self._shared))
+        for beside in self._besides:
+            excluded.difference_update(modules_of(beside.inside))
         yield from (module for module in modules_of(self.module) if module not in excluded)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -197,9 +215,10 @@ class CutLayer:
             yield self._enters, "forward", self._entering
         if self._apart is not None:
             yield self.module, "_forward_mlp", self._of_experts
-            yield self.module.pre_mlp_layernorm, "forward", self._norm_at_hand
-            if self._shared is not None:
-                yield self._apart, "shared_experts_compute", self._shared_at_hand
+            yield self.module.pre_mlp_layernorm, "forward", self._at_hand_or(_NORM, self._norm)
+            for beside in self._besides:
+                name = beside.method
+                yield beside.holder, name, self._at_hand_or(name, beside.run)
 
     def plain(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Its forward without graphs, which shows what else it is given: in place of a tensor the
@@ -259,15 +278,20 @@ class CutLayer:
         cut = self._owner.cut
         return self._stock_norm(x if cut is None else cut.entering(x), *args, **kwargs)
 
-    def _with_experts(self, hidden: Tensor, *at_hand: Tensor) -> Tensor:
-        """What it makes of what its graphs have made: what experts are added to, if its norm makes
-        a tensor that, and what shared experts make of it."""
+    def _with_experts(
+        self, hidden: Tensor, normed: Tensor | None = None, *created: Tensor
+    ) -> Tensor:
+        """What it makes of what its graphs have made: what experts are added to, and if its norm
+        makes a tensor that, and what there is beside them."""
         positional, named = self._given
-        self._at_hand = hidden, *at_hand
+        if normed is not None:
+            self._at_hand = {_NORM: (hidden, normed)}
+            for beside, output in zip(self._besides, created, strict=True):
+                self._at_hand[beside.method] = normed, output
         try:
             y: Tensor = self._forward_mlp(hidden, *positional, **named)
         finally:
-            self._at_hand = ()
+            self._at_hand = {}
         return y
 
     def _of_experts(self, *args: Any, **kwargs: Any) -> Any:
@@ -278,17 +302,14 @@ class CutLayer:
         if any(isinstance(value, Tensor) for value in (*extra, *kwargs.values())):
             raise CannotCaptureError(OTHER_LAYER)
         self._given = (*extra,), kwargs
-        shared = None if self._shared is None else self._compute
-        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm, shared)
+        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm, self._besides)
 
-    def _norm_at_hand(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The norm in front of its experts; a graph has made its output."""
-        if len(self._at_hand) > 1 and x is self._at_hand[0]:
-            return self._at_hand[1]
-        return self._norm(x, *args, **kwargs)
+    def _at_hand_or(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A method whose output a graph has made, for the input that the graph had."""
 
-    def _shared_at_hand(self, x: Tensor) -> Any:
-        """Its shared experts; a graph has made their output."""
-        if len(self._at_hand) > 2 and x is self._at_hand[1]:
-            return self._at_hand[2]
-        return self._compute(x)
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if name in self._at_hand and x is self._at_hand[name][0]:
+                return self._at_hand[name][1]
+            return stock(x, *args, **kwargs)
+
+        return run

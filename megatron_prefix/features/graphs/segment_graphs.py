@@ -31,7 +31,6 @@ from megatron_prefix.layers.segment import SegmentContext
 ROTARY = "rotary_pos_emb"
 _IGNORED = "attention_mask"
 _GRADIENT = "gradient of hidden states"
-_OUTPUTS = _GRADIENT, "gradient of normed", "gradient of shared"
 
 
 class GraphForm(NamedTuple):
@@ -292,7 +291,9 @@ class SegmentGraphs:
         first, last = sides.pieces[0], sides.pieces[-1]
         # A gradient of hidden states is where the piece that comes next in the backward reads it.
         hidden = self.place(_GRADIENT, first.inputs[0])
-        gradients = [self.place(*pair) for pair in zip(_OUTPUTS, last.outputs, strict=False)]
+        y, *others = last.outputs
+        gradients = [self.place(_GRADIENT, y)]
+        gradients += (self._of(("output", n), output) for n, output in enumerate(others))
         for before, piece in reversed([*itertools.pairwise(sides.pieces)]):
             mixed, *passed = piece.inputs
             of_mixed = self._of("mixed", mixed)

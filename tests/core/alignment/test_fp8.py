@@ -79,8 +79,7 @@ def emulated(model, recipe=BLOCKWISE, *, backward=True):
     Yields the numbers of rows that they have got. Raises where transformer-engine would.
     """
     inside = {id(parameter) for parameter in model.decoder.parameters()}
-    stock = layers.linear_with_grad_accumulation_and_async_allreduce
-    got = []
+    stock, got = layers.linear_with_grad_accumulation_and_async_allreduce, []
 
     def linear(input, weight, bias, *rest, **more):
         if id(weight) not in inside:

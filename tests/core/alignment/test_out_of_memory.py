@@ -105,8 +105,7 @@ def test_what_a_failed_attempt_has_counted_is_taken_back():
 
 
 def test_twice_is_an_error_with_a_table(caplog):
-    model = small_model()
-    schedule = PrefixSchedule(CONFIG)
+    model, schedule = small_model(), PrefixSchedule(CONFIG)
     expected = run(schedule, model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with out_of_memory(model, "a dense block", 11, 20):
@@ -126,8 +125,7 @@ def test_twice_is_an_error_with_a_table(caplog):
     ("retain", False, False, "gradients were not zero when the step"),  # as in accumulation
 ])  # fmt: skip
 def test_what_cannot_be_made_again_says_why(memory, zeroes, forward_only, why):
-    model = small_model()
-    schedule = PrefixSchedule(replace(CONFIG, memory=memory))
+    model, schedule = small_model(), PrefixSchedule(replace(CONFIG, memory=memory))
     expected = run(schedule, model)
     with out_of_memory(model, "a dense block", 11):
         if zeroes:
@@ -138,8 +136,7 @@ def test_what_cannot_be_made_again_says_why(memory, zeroes, forward_only, why):
 
 
 def test_a_rank_that_others_wait_for_does_not_go_back_alone(monkeypatch):
-    model = small_model()
-    schedule = PrefixSchedule(CONFIG)
+    model, schedule = small_model(), PrefixSchedule(CONFIG)
     run(schedule, model)
     change_rank(monkeypatch, waiting=[SimpleNamespace(size=lambda: 2)])
     monkeypatch.setattr(agreement, "agree", lambda problem, *_: problem)

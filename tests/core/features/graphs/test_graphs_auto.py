@@ -95,8 +95,7 @@ def test_memory_that_is_returned_between_steps_is_for_others(tokens, monkeypatch
     monkeypatch.setattr(cost_meter, "EVERY", 3)
     reserved = iter(range(100))  # twice a step: it grows, until a trainer empties the cache
     monkeypatch.setattr(cuda, "reserved_bytes", lambda _: next(reserved))
-    model = small_model()
-    schedule = PrefixSchedule(replace(CONFIG, graph_tokens=tokens))
+    model, schedule = small_model(), PrefixSchedule(replace(CONFIG, graph_tokens=tokens))
     replayed = []
     for seed in range(12):
         if seed == 8:
@@ -118,8 +117,7 @@ def test_a_capture_is_no_time_of_a_step(most, monkeypatch, recorded_graphs):
 
     monkeypatch.setattr(part.Graphs, "timed", timed)
     monkeypatch.setattr(part, "MOST_CAPTURED", most)
-    model = small_model()
-    schedule = PrefixSchedule(replace(CONFIG, graph_tokens=32))
+    model, schedule = small_model(), PrefixSchedule(replace(CONFIG, graph_tokens=32))
     for prompt in (24, 24, 24, 24, 14, 14, 14, 14):
         shared_step(schedule, model, prompt=prompt)
     assert {captured for captured, _ in seen} == {True, False}
