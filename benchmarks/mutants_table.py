@@ -1800,8 +1800,8 @@ _PLANS = (
     ),
     _plans(
         "places-among-inner-segments", "tree/packing.py",
-        "segment=self._places[path[-1].segment])",
-        "segment=path[-1].segment)",
+        "Place(self._places[path[-1].segment], path",
+        "Place(path[-1].segment, path",
         _TREES,
     ),
 )  # fmt: skip

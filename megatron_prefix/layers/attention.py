@@ -43,15 +43,11 @@ CORES = {
 """Classes of core attention whose rule segments follow; another one adds its name."""
 _QWEN3 = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention.Qwen3VLSelfAttention"
 MEGATRON = "megatron.core.transformer.attention.Attention"
-FORWARDS = frozenset(
-    {
-        MEGATRON,
-        _QWEN3,
-        "mbridge.models.qwen2_5_vl.attention.Qwen2_5VLSelfAttention",
-        "mbridge.models.qwen3_vl.attention.Qwen3VLSelfAttention",
-        "mbridge.models.qwen3_5.attention.Qwen3_5VLSelfAttention",
-    }
-)
+FORWARDS = frozenset({
+    MEGATRON, _QWEN3, "mbridge.models.qwen2_5_vl.attention.Qwen2_5VLSelfAttention",
+    "mbridge.models.qwen3_vl.attention.Qwen3VLSelfAttention",
+    "mbridge.models.qwen3_5.attention.Qwen3_5VLSelfAttention",
+})  # fmt: skip
 """Classes of attention whose forward hands queries, keys and values, turned by the rotary table row
 by row, to its core attention; another one adds its name."""
 PASSED_OVER = {_QWEN3: "megatron.core.transformer.dot_product_attention.DotProductAttention"}

@@ -129,7 +129,7 @@ def head_refusals(model: Any) -> Iterator[Reason]:
 def gradient_hooks(model: Any) -> Iterator[Reason]:
     """What is refused of hooks on gradients of parameters, in every step."""
     # Private: torch has no other way to ask.  Megatron's own hooks are on autograd's nodes.
-    every = (parameter for module in modules_of(model) for parameter in module._parameters.values())
+    every = [parameter for module in modules_of(model) for parameter in module._parameters.values()]
     if any(parameter is not None and parameter._backward_hooks for parameter in every):
         hooked = (name for name, parameter in model.named_parameters() if parameter._backward_hooks)
         yield GRADIENT_HOOKS.given(next(hooked))

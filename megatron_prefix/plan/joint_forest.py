@@ -89,29 +89,22 @@ def joint_forest(
     filled = [_with_dummies(forest, nodes, sources, levels, i) for i, forest in enumerate(forests)]
     if even:
         filled = _evened(filled)
-    ordered = any(forest.ordered for forest in forests)
+    own, ordered = forests[place], any(forest.ordered for forest in forests)
+    lengths = [forest.requested_length for forest in forests if forest.requested_length]
+    union = Forest(
+        tuple(_union(filled, sources)),
+        tuple(number for forest in forests for number in forest.num_positions),
+        tuple(number for forest in forests for number in forest.first_trained),
+        own.multiple, ordered, pad_multiple=own.pad_multiple,
+        requested_length=min(lengths, default=0),
+        exchanges=tuple(Exchange(place, (), level) for place, level in enumerate(levels)),
+    )  # fmt: skip
+    owners = tuple(map(tuple, microbatches_of))
     return JointForest(
-        filled[place],
-        tuple(microbatches_of[place]),
-        Forest(
-            tuple(_union(filled, sources)),
-            tuple(number for forest in forests for number in forest.num_positions),
-            tuple(number for forest in forests for number in forest.first_trained),
-            forests[place].multiple,
-            ordered,
-            exchanges=tuple(Exchange(place, (), level) for place, level in enumerate(levels)),
-            pad_multiple=forests[place].pad_multiple,
-            requested_length=min(
-                (forest.requested_length for forest in forests if forest.requested_length),
-                default=0,
-            ),
-        ),
-        tuple(_numbered(microbatches_of, ordered)),
-        tuple(map(tuple, microbatches_of)),
-        tuple(map(_most, *(forest.segments for forest in filled))),
-        _sent(filled),
+        filled[place], owners[place], union, tuple(_numbered(microbatches_of, ordered)), owners,
+        tuple(map(_most, *(forest.segments for forest in filled))), _sent(filled),
         _is_mixed(forests),
-    )
+    )  # fmt: skip
 
 
 def _is_mixed(forests: Sequence[Forest]) -> bool:

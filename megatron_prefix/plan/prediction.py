@@ -118,10 +118,7 @@ def limit_of(stock: float, static: float) -> float:
 
 
 def heaviest_stock_plan(
-    forest: Forest,
-    microbatches_of: Sequence[Sequence[int]],
-    num_ranks: int,
-    num_chunks: int = 1,
+    forest: Forest, microbatches_of: Sequence[Sequence[int]], num_ranks: int, num_chunks: int = 1
 ) -> Plan:
     """One forward one backward over the consecutive microbatches with the most positions, of any
     pipeline.

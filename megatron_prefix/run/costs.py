@@ -15,12 +15,9 @@ def guessed(rank: Rank, frozen: float = 0.0) -> CostModel:
     """What work of a rank takes, until actions have been measured; see `CostModel.in_seconds`."""
     rate = FLOPS_PER_SECOND.get(rank.device.type, FLOPS_PER_SECOND["cuda"])
     return rank.model.cost.in_seconds(
-        rate * layer_ranks(rank.groups),
-        rank.config.num_layers,
-        rank.num_stages,
-        len(rank.models),
-        frozen,
-    )
+        rate * layer_ranks(rank.groups), rank.config.num_layers, rank.num_stages,
+        len(rank.models), frozen,
+    )  # fmt: skip
 
 
 def judging_alike(rank: Rank) -> list[Any]:

@@ -89,24 +89,21 @@ class Model:
         return cls(
             other_steps=features.other_steps(config),
             refused=[reason for own_config in configs for reason in features.refusals(own_config)],
-            sequence_ranks=sequence_ranks,
-            alignment=sequence_ranks * (2 * cp if cp > 1 else 1),
+            sequence_ranks=sequence_ranks, alignment=sequence_ranks * (2 * cp if cp > 1 else 1),
             whole=precision.segment_multiple(config, sequence_ranks, cp),
             rows=precision.row_multiple(config, sequence_ranks),
             has_experts=bool(config.num_moe_experts),
             looks_ahead=getattr(config, "mtp_num_layers", None) or 0,
             gathers_tokens=config.moe_token_dispatcher_type == "allgather",
-            counts_tokens=counts_tokens(config),
-            has_global_loss=has_global_loss(config),
-            vocab_size=vocab_size,
-            pattern=pattern,
-            cost=cost_of(layers, vocab_size, pattern),
-            joins=leaves_positions(layers, pattern),
+            counts_tokens=counts_tokens(config), has_global_loss=has_global_loss(config),
+            vocab_size=vocab_size, pattern=pattern,
+            cost=cost_of(layers, vocab_size, pattern), joins=leaves_positions(layers, pattern),
             payloads=payloads_of(layers, pattern, sharding),
             dropped=dropped_bytes(layers, pattern, sharding),
-        )
+        )  # fmt: skip
 
 
+_COMPARED = bool, int, float, str, list, tuple, torch.dtype, type(None)
 _models: WeakKeyDictionary[Any, tuple[Any, Model]] = WeakKeyDictionary()
 """By a rank's first language model: the chunks and options that were read, and what they say;
 nothing in that refers to the model."""
@@ -124,7 +121,7 @@ def model_of(config: Any, models: Sequence[Any]) -> Model:
             # A list may be written in place.
             name: (*value,) if isinstance(value, list) else value
             for name, value in vars(own).items()
-            if isinstance(value, bool | int | float | str | list | tuple | torch.dtype | None)
+            if isinstance(value, _COMPARED)
         }
         for own in {id(own): own for own in every}.values()  # each once; usually there is one
     ]
@@ -197,29 +194,20 @@ class Rank:
         experts, data_ranks = _experts(groups), getattr(groups, "dp_cp", None)
         same_schedule = several(groups.tp, groups.cp, groups.pp, experts)
         return cls(
-            models=list(models),
-            language_models=language_models,
-            groups=groups,
-            forward_only=forward_only,
-            config=config,
-            model=model,
+            models=list(models), language_models=language_models, groups=groups,
+            forward_only=forward_only, config=config, model=model,
             ordered=model.has_global_loss and not forward_only,
-            device=next(models[0].parameters()).device,
-            stage=stage,
-            num_stages=num_stages,
-            is_first=not stage,
-            is_last=stage == num_stages - 1,
+            device=next(models[0].parameters()).device, stage=stage, num_stages=num_stages,
+            is_first=not stage, is_last=stage == num_stages - 1,
             overlaps=any(getattr(options, "overlap_grad_reduce", False) for options in ddp),
             reduces=sums_gradients or all(map(_reduces, models)),
-            scale_functions=own_scale_functions(config),
-            experts=experts,
-            data_ranks=data_ranks,
+            scale_functions=own_scale_functions(config), experts=experts, data_ranks=data_ranks,
             siblings=data_ranks if groups.cp.size() == 1 else getattr(groups, "dp", None),
             companions=several(groups.tp, groups.pp, data_ranks or groups.cp),
             same_schedule=same_schedule,
             waiting=same_schedule + (several(groups.dp_cp) if model.has_global_loss else []),
             layout=(model.cost, config.num_layers, num_stages, len(models), layer_ranks(groups)),
-        )
+        )  # fmt: skip
 
     def waits_for(self, *, crosses: bool) -> list[Any]:
         """Groups whose ranks wait for one another in the middle of a step."""

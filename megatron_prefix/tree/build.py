@@ -32,7 +32,7 @@ from megatron_prefix.tree.forest import (
     codes_of,
 )
 from megatron_prefix.tree.joining import joined_segments, most_alive
-from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, joins_waves, preorder
+from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, forks, joins_waves, preorder
 from megatron_prefix.tree.packing import ExchangedSegment, MicrobatchRows, Packing
 
 _KEY = operator.itemgetter(0)
@@ -106,7 +106,7 @@ class Tries:
             return _worthwhile_packing(nodes, first, options, owner, raw, self.exchanged or ())
 
         packed = pack(options)
-        if not any(node.joins for node in preorder(packed.roots)):
+        if not any(node.joins for node in forks(packed.roots)):
             return packed
         without_joins = pack(replace(options, joins=False))
         return min(packed, without_joins, key=lambda packing: _cost(packing.lengths, options))
@@ -129,7 +129,7 @@ class Tries:
 
     def _trained(self, segment: Segment) -> int:
         spans = [span for span in segment.spans if span.rollouts] if segment.scored else []
-        flags = [any_trained(span, self.trained) for span in spans]
+        flags = [any_trained(span, self.trained, self.first_trained) for span in spans]
         return int(np.count_nonzero(np.concatenate(flags))) if flags else 0
 
 
@@ -176,7 +176,7 @@ def find_shared(
     routed = any(rollout.routes is not None for rollout in rollouts)
     if routed:
         check_routes(rollouts)
-    first = tuple(rollout.first_trained for rollout in rollouts)
+    first = tuple([rollout.first_trained for rollout in rollouts])
     trees: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
@@ -243,11 +243,11 @@ def trie(
         leaf = Node(shared, len(codes[rollout]), copies)
         stack[-1].children.append(leaf)
         stack.append(leaf)
-    for node in reversed([*preorder([top])]):
+    for node in preorder([top]) if start else ():
         node.start, node.end = node.start + start, node.end + start
-        if node.children:  # which have no member twice
-            node.members = sorted([*node.members, *(m for c in node.children for m in c.members)])
-            node.children.sort(key=lambda child: child.members[0])
+    for node in reversed([*forks([top])]):  # whose children have no member twice
+        node.members = sorted([*node.members, *(m for c in node.children for m in c.members)])
+        node.children.sort(key=lambda child: child.members[0])
     return top.children
 
 
@@ -261,11 +261,12 @@ def _shared(
     rounded down to a boundary."""
     yield from [0] * bool(ordered)
     boundary = options.boundary
-    for (a, *_), (b, *_) in itertools.pairwise(ordered):
-        num = min(len(codes[a]), len(codes[b]))
-        differ = codes[a][:num] != codes[b][:num]
+    for a, b in itertools.pairwise([copies[0] for copies in ordered]):
+        before, after = codes[a], codes[b]
+        num = min(len(before), len(after))
+        differ = before[:num] != after[:num]
         place = int(differ.argmax()) if num else 0  # of [positions, columns] as they lie
-        shared = place // differ.shape[1] if num and differ.flat[place] else num
+        shared = place // differ.shape[1] if num and differ.item(place) else num
         yield (min(shared, first[a], first[b]) if first else shared) // boundary * boundary
 
 
@@ -291,7 +292,7 @@ def _worthwhile_packing(
         if not saved:
             return packed
         weak = {id(node) for _, nodes in saved[: -(-len(saved) // 2)] for node in nodes}
-        for node in reversed([*preorder(roots)]):
+        for node in reversed([*forks(roots)]):
             if id(node) in weak and joins_waves(node, options):
                 node.joins = True
                 weak.discard(id(node))
@@ -305,7 +306,7 @@ def _worthwhile_packing(
 
 def _copied_nodes(roots: list[Node]) -> list[Node]:
     top = Node(0, 0, [], roots)
-    for node in preorder([top]):
+    for node in forks([top]):
         node.children = [
             Node(child.start, child.end, child.members, child.children, child.common)
             for child in node.children
@@ -323,7 +324,7 @@ def _chunked(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) 
     padded_step = math.lcm(step, options.even_step)
     if padded_step <= longest <= options.even:
         longest, step = longest // padded_step * padded_step, padded_step
-    for node in list(preorder(roots)):
+    for node in preorder(roots):
         if node.common >= 0:
             continue
         # With loss_in_leaves only the part before the first trained position may be cut.

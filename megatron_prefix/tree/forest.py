@@ -255,13 +255,12 @@ class Span(NamedTuple):
         return self.start + self.length
 
 
-def any_trained(span: Span, trained: Sequence[np.ndarray]) -> np.ndarray:
+def any_trained(span: Span, trained: Sequence[np.ndarray], first: Sequence[int]) -> np.ndarray:
     """Whether each position of a span carries loss in any of its rollouts, bool [length]; it may be
-    a view of `trained`, the flags of every rollout."""
-    positions = slice(span.start, span.end)
-    return functools.reduce(
-        operator.or_, [trained[rollout][positions] for rollout in span.rollouts]
-    )
+    a view of `trained`, the flags of every rollout, of which `first` has the first positions."""
+    start, end = span.start, span.start + span.length
+    flags = [trained[rollout][start:end] for rollout in span.rollouts if first[rollout] < end]
+    return functools.reduce(operator.or_, flags) if flags else np.zeros(span.length, bool)
 
 
 class Segment(NamedTuple):

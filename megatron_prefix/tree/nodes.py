@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_prefix.tree.forest import Place, Span, TreeOptions
+
+_MEMBERS = operator.attrgetter("members")
+"""Orders nodes without a common member: by their first ones, as those ascend."""
 
 
 @dataclass(slots=True)
@@ -32,7 +36,7 @@ class Node:
     @property
     def saved(self) -> int:
         """Positions that are computed once here and not once more in every child."""
-        below = sum(len(child.members) for child in self.children)
+        below = sum([len(child.members) for child in self.children])
         copies = len(self.children) + (below < len(self.members))  # some end here
         return (copies - 1) * (self.end - self.start)
 
@@ -44,13 +48,22 @@ class Node:
         return Span(self.start, length, self.padded(align), tuple(self.members), parent)
 
 
-def preorder(roots: Sequence[Node]) -> Iterator[Node]:
-    """Parents before children; the caller may replace the children of the node that it gets."""
-    todo = [*reversed(roots)]
+def preorder(roots: Sequence[Node]) -> list[Node]:
+    """Parents before children."""
+    nodes, todo = [], [*reversed(roots)]
     while todo:
-        yield (node := todo.pop())
+        nodes.append(node := todo.pop())
         if node.children:
             todo += node.children[::-1]
+    return nodes
+
+
+def forks(roots: Sequence[Node]) -> Iterator[Node]:
+    """Those with children, parents first; the caller may replace the children of what it gets."""
+    todo = [root for root in reversed(roots) if root.children]
+    while todo:
+        yield (node := todo.pop())
+        todo += [child for child in reversed(node.children) if child.children]
 
 
 def joins_waves(node: Node, options: TreeOptions) -> bool:
@@ -58,7 +71,7 @@ def joins_waves(node: Node, options: TreeOptions) -> bool:
     with its descendants it takes at most half a segment."""
     if not options.joins or any(child.children and not child.joins for child in node.children):
         return False
-    rows = sum(child.padded(options.multiple) for child in preorder([node]))
+    rows = sum([child.padded(options.multiple) for child in preorder([node])])
     return 2 * rows <= (options.segment_tokens or 2 * rows)
 
 
@@ -115,11 +128,9 @@ def equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
 def dissolved(roots: list[Node], pays: Callable[[Node], bool]) -> list[Node]:
     """Merges inner nodes for which `pays` is false into their children, top down."""
     top = Node(0, 0, [], roots)
-    for node in preorder([top]):
-        if not node.children:
-            continue
+    for node in forks([top]):
         children, todo = node.children, list[Node]()
-        if not all(not child.children or pays(child) for child in children):
+        if any(child.children and not pays(child) for child in children):
             children, todo = [], children[::-1]
         while todo:
             child = todo.pop()
@@ -130,5 +141,5 @@ def dissolved(roots: list[Node], pays: Callable[[Node], bool]) -> list[Node]:
                 grandchild.start = child.start
             ends_here = [Node(child.start, child.end, child.ending())] if child.ending() else []
             todo.extend(reversed([*ends_here, *child.children]))
-        node.children = sorted(children, key=lambda child: child.members[0])
+        node.children = sorted(children, key=_MEMBERS)
     return top.children

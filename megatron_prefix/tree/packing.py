@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions, padded
 from megatron_prefix.tree.joining import joined_segment, trees_of
-from megatron_prefix.tree.nodes import Node, dissolved, even_parts, joins_waves, preorder
+from megatron_prefix.tree.nodes import Node, dissolved, even_parts, forks, joins_waves, preorder
 
 _LEAST = 8
 """A round's waves take in spans only where that saves this fraction of `segment_gain`."""
@@ -97,7 +97,8 @@ class Rounds:
             self.inner[self._round_of[self._first(node)]].append((depth, node))
 
     def _first(self, node: Node) -> int:
-        return min(map(self._owner.__getitem__, node.members))
+        members, owner = node.members, self._owner
+        return owner[members[0]] if len(members) == 1 else min([owner[m] for m in members])
 
     def leaves(self) -> list[tuple[tuple[int, bool], list[tuple[Node, list[int]]]]]:
         """By round the nodes in which rollouts end, each with the round's rollouts among them;
@@ -130,17 +131,14 @@ class Rounds:
         if self.inner:
             yield range(start, len(self.inner))
 
-    def _rows(self, nodes: Iterable[Node]) -> collections.Counter[int]:
-        rows = collections.Counter[int]()
+    def _rows(self, nodes: Iterable[Node]) -> list[int]:
+        rows = [0] * (max(self._owner, default=-1) + 1)
         for node in nodes:
             rows[self._first(node)] += node.padded(self._multiple)
         return rows
 
     def _rounds(
-        self,
-        microbatches: Sequence[int],
-        inner: Mapping[int, int] | Sequence[int],
-        leaves: Mapping[int, int] | Sequence[int],
+        self, microbatches: Sequence[int], inner: Sequence[int], leaves: Sequence[int]
     ) -> Iterator[Sequence[int]]:
         """Microbatches in order, as many a round as fit, in rounds of about equal length.
 
@@ -161,7 +159,7 @@ class Rounds:
 
 
 def _ends(node: Node) -> int:
-    return sum(not below.children or bool(below.ending()) for below in preorder([node]))
+    return sum([not below.children or bool(below.ending()) for below in preorder([node])])
 
 
 class ExchangedSegment(NamedTuple):
@@ -239,9 +237,8 @@ class Packing:
         waves."""
         if joins_waves(node, self._options):
             return max(node.saved, (self._rounds.num(node.members) - 1) * (node.end - node.start))
-        below = sum(_ends(child) for child in node.children if child.joins)
-        joined = sum(child.joins for child in node.children)
-        return node.saved + (below - joined) * (node.end - node.start)
+        joined = [child for child in node.children if child.joins]
+        return node.saved + (sum(map(_ends, joined)) - len(joined)) * (node.end - node.start)
 
     def _cross(self, exchanged: Sequence[ExchangedSegment], nodes: Mapping[int, Node]) -> None:
         for segment in exchanged:
@@ -258,9 +255,9 @@ class Packing:
             if not level:
                 return
             yield from ((depth, node) for node in level if node.common < 0 and not node.joins)
-            below = [(node, child) for node in level for child in node.children]
-            self._parents.update((id(child), node) for node, child in below)
-            level = [child for _, child in below if child.children]
+            for node in level:
+                self._parents.update(dict.fromkeys(map(id, node.children), node))
+            level = [child for node in level for child in node.children if child.children]
 
     def _trees(self, leaves: Iterable[tuple[Node, list[int]]]) -> list[Node]:
         """The subtree of each leaf's joined ancestors, cut to the leaf's rollouts; plain leaves
@@ -285,7 +282,7 @@ class Packing:
             key: trees_of(sorted(paths_of), paths_of, self._options)
             for key, paths_of in paths.items()
         }
-        saved = sum(n.saved for roots in trees.values() for n in preorder(roots) if n.children)
+        saved = sum(node.saved for roots in trees.values() for node in forks(roots))
         for key, roots in trees.items():
             if saved * _LEAST < self._options.segment_gain:
                 roots = dissolved(roots, lambda _: False)
@@ -305,7 +302,7 @@ class Packing:
         ordered = sorted(nodes, key=self._above)
         lengths = [
             node.padded(self._multiple) if inner or not node.children
-            else sum(below.padded(self._multiple) for below in preorder([node]))
+            else sum([below.padded(self._multiple) for below in preorder([node])])
             for node in ordered
         ]  # fmt: skip
         for start, stop in even_parts(lengths, self._options.segment_tokens):
@@ -337,7 +334,7 @@ class Packing:
 
     def _parent(self, node: Node) -> Place | None:
         path = self._above(node)
-        return path[-1]._replace(segment=self._places[path[-1].segment]) if path else None
+        return Place(self._places[path[-1].segment], path[-1].number) if path else None
 
     @property
     def lengths(self) -> list[int]:
@@ -345,8 +342,8 @@ class Packing:
 
     @property
     def parents(self) -> list[set[int]]:
-        above = (map(self._parent, added.nodes) for added in self.nodes)
-        return [{place.segment for place in places if place} for places in above]
+        above = ({*map(self._above, added.nodes)} for added in self.nodes)
+        return [{self._places[path[-1].segment] for path in paths if path} for paths in above]
 
     @functools.cached_property
     def segments(self) -> list[Segment]:

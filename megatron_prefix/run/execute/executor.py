@@ -167,7 +167,7 @@ class Executor:
 
     def take(self, index: int, stage: Stage, output: Any) -> None:
         """Gives the losses a segment's output."""
-        rows, losses = self._inputs.rows[index], stage.losses
+        rows, losses = self._inputs.rows(index), stage.losses
         losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
 
     def call(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,14 +28,14 @@ class ScoredRows(NamedTuple):
 
 
 class SegmentInputs:
-    """Tokens, labels and positions of all segments of a step, on the device in one copy.
+    """Tokens, labels and positions of a step's segments.
+
+    They come to the device in two copies: the first segment alone, so that this can begin, and then
+    all others.
 
     Args:
         samples: what the forest was built from; None on a stage that knows no tokens and labels.
         multiple: of the number of rows that are read; segments are a multiple of it on every rank.
-
-    Attributes:
-        rows: per segment the positions that carry loss; None if all do.
     """
 
     def __init__(
@@ -48,9 +48,23 @@ class SegmentInputs:
         multiple: int = 1,
     ) -> None:
         self.place, self._multiple = (rank, size), multiple
-        self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
-        table = np.zeros((4, self._offsets[-1]), np.int64)
-        spans = [span for segment in forest.segments for span in segment.spans]
+        self._forest, self._samples, self._device = forest, samples, device
+        spans = (span for segment in forest.segments for span in segment.spans)
+        self.max_position = max((span.start + span.padded - 1 for span in spans), default=0)
+        self._made: dict[int, tuple[Tensor, ScoredRows | None]] = {}
+
+    def _of(self, index: int) -> tuple[Tensor, ScoredRows | None]:
+        if index not in self._made:
+            numbers = range(1, len(self._forest.segments)) if index else range(1)
+            self._made.update(zip(numbers, self._inputs(numbers), strict=True))
+        return self._made[index]
+
+    def _inputs(self, numbers: range) -> Iterator[tuple[Tensor, ScoredRows | None]]:
+        """Per segment its table (see `__getitem__`), and `rows`."""
+        segments, samples = [self._forest.segments[number] for number in numbers], self._samples
+        offsets = np.cumsum([0, *(segment.padded_length for segment in segments)])
+        table = np.zeros((4, offsets[-1]), np.int64)
+        spans = [span for segment in segments for span in segment.spans]
         padded = np.array([span.padded for span in spans], np.int64)
         # Padding goes on counting: its positions are legal and its outputs unread.
         before = np.cumsum(padded) - padded - [span.start for span in spans]
@@ -60,23 +74,29 @@ class SegmentInputs:
             trained = [sample.trained for sample in samples]
             parts = [(samples[span.rollouts[0]], slice(span.start, span.end)) for span in filled]
             ends = [span.end for span in spans]
-            unpadded = np.flatnonzero(table[2] < np.repeat(ends, padded))
+            unpadded: Any = np.flatnonzero(table[2] < np.repeat(ends, padded))
+            if len(unpadded) == table.shape[1]:
+                unpadded = slice(None)  # which is filled faster
             table[0, unpadded] = np.concatenate([sample.inputs[part] for sample, part in parts])
             table[1, unpadded] = np.concatenate([sample.labels[part] for sample, part in parts])
-            table[3, unpadded] = np.concatenate([any_trained(span, trained) for span in filled])
-        self.max_position = int(table[2].max(initial=0))
+            flags = [any_trained(span, trained, self._forest.first_trained) for span in filled]
+            table[3, unpadded] = np.concatenate(flags)
+        rank, size = self.place
         if size > 1:
             local = cp_layout.held_positions([span.padded for span in spans], rank, size)
             table = np.ascontiguousarray(table[:, local])
-            self._offsets //= size
-        self._table = to_device(device, table[:3])
-        self.rows: list[ScoredRows | None] = [None] * len(forest.segments)
-        if samples is not None:
-            self.rows = self._scored_rows(table[3], device)
+            offsets //= size
+        tables = to_device(self._device, table[:3]).split(np.diff(offsets).tolist(), dim=1)
+        rows = None if samples is None else self._scored_rows(table[3], offsets)
+        return zip(tables, rows or [None] * len(segments), strict=True)
 
     def __getitem__(self, index: int) -> Tensor:
         """Tokens, labels and positions of a segment, int64 [3, positions]."""
-        return self._table[:, self._offsets[index] : self._offsets[index + 1]]
+        return self._of(index)[0]
+
+    def rows(self, index: int) -> ScoredRows | None:
+        """The positions of a segment that carry loss; None if all do."""
+        return self._of(index)[1]
 
     def call(
         self,
@@ -100,7 +120,7 @@ class SegmentInputs:
             The model's output; on the last stage of the trainer's kind.
         """
         tokens, labels, positions = self[index].unsqueeze(1)
-        if has_labels and (rows := self.rows[index]) is not None:
+        if has_labels and (rows := self.rows(index)) is not None:
             # As many as there are hidden states in front of the output layer.
             labels = labels.index_select(1, rows.on_device)
         num = labels.shape[1]
@@ -114,26 +134,26 @@ class SegmentInputs:
     def read(self, index: int, moves_labels: bool) -> Tensor | None:
         """The positions of a segment on which the head runs, int64; None: all. A head that moves
         labels has the last one more than once."""
-        rows, num = self.rows[index], self._offsets[index + 1] - self._offsets[index]
+        rows, num = self.rows(index), self[index].shape[1]
         positions = None if rows is None else rows.on_device
         if not moves_labels:
             return positions
         if positions is None:
-            positions = torch.arange(num, device=self._table.device)
+            positions = torch.arange(num, device=self._device)
         return torch.cat([positions, positions[-1:].expand(self._multiple)])
 
-    def _scored_rows(self, flags: np.ndarray, device: torch.device) -> list[ScoredRows | None]:
+    def _scored_rows(self, flags: np.ndarray, offsets: np.ndarray) -> list[ScoredRows | None]:
         by_segment: list[np.ndarray] = []
-        for start, end in itertools.pairwise(self._offsets):
+        for start, end in itertools.pairwise(offsets):
             is_scored = flags[start:end] != 0
             scored, unscored = np.flatnonzero(is_scored), np.flatnonzero(~is_scored)
             num_rows = min(max(len(scored), 2), end - start)
             num_rows += -num_rows % self._multiple
             rows = np.concatenate([scored, unscored[: num_rows - len(scored)]])
             by_segment.append(rows if num_rows == len(scored) else np.sort(rows))
-        index = to_device(device, np.concatenate([np.zeros(0, np.int64), *by_segment]))
+        index = to_device(self._device, np.concatenate([np.zeros(0, np.int64), *by_segment]))
         indices = index.split([len(rows) for rows in by_segment])
-        lengths = np.diff(self._offsets)
+        lengths = np.diff(offsets)
         return [
             None if len(rows) == length else ScoredRows(on_device, rows)
             for on_device, rows, length in zip(indices, by_segment, lengths, strict=True)

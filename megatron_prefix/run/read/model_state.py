@@ -50,7 +50,7 @@ SAMPLED = 64
 MOST_DEPTH = 6
 """Of values in one another that are compared, where an object was replaced."""
 _MISSING = object()
-_version = operator.attrgetter("_version")
+_version, _values = operator.attrgetter("_version"), operator.methodcaller("values")
 
 
 class Change(NamedTuple):
@@ -98,7 +98,6 @@ class ModelState:
         self._walk, self._samples = walk, samples
         self._sizes = walk.sizes()
         self._weights = [*self._weights_now()]
-        self._empty = [registry for registry, _, _ in walk.empty]
         self._tensors = [tensor for tensor, _, _ in walk.tensors]
         others = (n for n, t in enumerate(self._tensors) if not isinstance(t, nn.Parameter))
         small = (n for n in others if self._tensors[n].numel() <= SMALL)
@@ -156,12 +155,12 @@ class ModelState:
             self._walk.sizes() == self._sizes
             and self._walk.now() == self._read
             and all(map(operator.is_, self._weights_now(), self._weights))
-            and not any(self._empty)
+            and not any(self._walk.registries)
             and self._marks_now() == self._marks
         )
 
     def _weights_now(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(weights.values() for weights in self._walk.weights)
+        return itertools.chain.from_iterable(map(_values, self._walk.weights))
 
     def _marks_now(self) -> list[list[Any]]:
         """Of every tensor what tells that it was written, or moved."""

@@ -64,6 +64,8 @@ NOT_OWN = APART | OF_MODULE | {
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 }  # fmt: skip
 _LIBRARIES = LIBRARIES | {"megatron_prefix", "transformer_engine", "apex", "triton", "numpy", "fla"}
+_MAPPINGS = dict, types.MappingProxyType
+_COLLECTIONS = list, collections.deque, set
 _NAMESPACES = {"SimpleNamespace", "Namespace"}
 _ATOMS = frozenset({
     type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.Size,
@@ -120,7 +122,8 @@ class ModelWalk:
         num_inner: those of language models are before this one.
         rows: of the holders that are modules, by number.
         weights: parameters and buffers of modules, as dicts that are not empty.
-        empty: of modules what is empty of these, hooks and submodules, with number and name.
+        empty: of modules what is empty of these, hooks and submodules, with number and name;
+            `registries` has these alone.
         holds_memory: whether it holds large tensors that are neither parameters nor buffers.
     """
 
@@ -158,17 +161,20 @@ class ModelWalk:
     def now(self) -> list[Any]:
         """What each holder holds now: containers themselves, of a module the values of its row."""
         held = self._values.copy()
-        for number, (_, get, members) in self.rows.items():
+        for number, get, members in self._getters:
             held[number] = get(members)
         for number, place in self._places.items():
             held[number] = place.read()
         return held
 
     def read(self) -> list[Any]:
-        return [*map(copied, self.now())]
+        held = self.now()
+        for number in self._containers:
+            held[number] = copied(held[number])
+        return held
 
     def sizes(self) -> list[int]:
-        return [len(row.members) for row in self.rows.values()]
+        return [*map(len, self._members)]
 
     def is_current(self, read: list[Any]) -> bool:
         """Whether a new walk would meet the same, where `read` has given this."""
@@ -177,7 +183,7 @@ class ModelWalk:
             [*map(type, values)] == self._types
             and [id(values[number]) for number in self._followed] == self._ids
             and self.sizes() == self._sizes
-            and not any(registry for registry, _, _ in self.empty)
+            and not any(self.registries)
         )
 
     def path(self, number: int, key: Any = None) -> str:
@@ -201,6 +207,11 @@ class ModelWalk:
     def _note(self) -> None:
         self._values = [holder.value for holder in self.holders]
         self._places = {n: v for n, v in enumerate(self._values) if isinstance(v, Place)}
+        self._getters = [(number, row.get, row.members) for number, row in self.rows.items()]
+        self._members = [row.members for row in self.rows.values()]
+        others = ((n, v) for n, v in enumerate(self._values) if n not in self.rows)
+        self._containers = [number for number, value in others if copied(value) is not value]
+        self.registries = [registry for registry, _, _ in self.empty]
         values = _flat(self.read())
         self._types = [*map(type, values)]
         # Others are not kept alive: what is in the place of a `forward` holds a whole step.
@@ -233,7 +244,7 @@ class ModelWalk:
         elif isinstance(value, Tensor):
             if not value.is_inference():
                 self.tensors.append((value, entry.owner, entry.key))
-        elif isinstance(value, dict | list | collections.deque | set):
+        elif isinstance(value, (dict, *_COLLECTIONS)):
             self._container(entry)
         elif isinstance(value, np.ndarray):
             self._array(entry)
@@ -387,9 +398,10 @@ def walk_of(
 
 
 def _flat(read: list[Any]) -> list[Any]:
-    contents = (value.values() if isinstance(value, dict) else value for value in read)
-    unwritten = functools.partial | types.MethodType  # of these the parts are holders, too
-    return [*itertools.chain.from_iterable(c for c in contents if not isinstance(c, unwritten))]
+    unwritten = functools.partial, types.MethodType  # of these the parts are holders, too
+    written = [value for value in read if not isinstance(value, unwritten)]
+    contents = [value.values() if isinstance(value, dict) else value for value in written]
+    return [*itertools.chain.from_iterable(contents)]
 
 
 def _nothing(_: Any) -> tuple[Any, ...]:
@@ -398,9 +410,9 @@ def _nothing(_: Any) -> tuple[Any, ...]:
 
 def copied(value: Any) -> Any:
     """A container that can be written as it is now; anything else itself."""
-    if isinstance(value, dict | types.MappingProxyType):
+    if isinstance(value, _MAPPINGS):
         return dict(value)
-    return value.copy() if isinstance(value, list | collections.deque | set) else value
+    return value.copy() if isinstance(value, _COLLECTIONS) else value
 
 
 def _some_attributes(value: Any, names: frozenset[str] | None) -> Place:
