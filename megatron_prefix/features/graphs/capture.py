@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
 
 
+ALL_LAYERS = -1
+"""In the name of a place: it is that of every layer."""
+
+
 class Rehearsal:
     """A cut with nothing captured; see Cut.
 
@@ -129,7 +133,7 @@ class GraphCapture:
             places.append(self._graphs.place_of(("normed", self._layer.number), normed))
             for beside in besides:
                 computed.append(beside.run(normed))
-                number = self._layer.number if beside.stays else -1
+                number = self._layer.number if beside.is_kept else ALL_LAYERS
                 places.append(self._graphs.place_of((beside.method, number), computed[-1]))
         self._rest = hidden.detach()
         self._end_last(computed, places)

@@ -114,28 +114,48 @@ class Beside(NamedTuple):
     Attributes:
         holder, method: whose, and its name.
         inside: the module whose weights it uses.
-        run: the method as Megatron has it.
-        stays: whether something made of its output keeps that for the backward.
+        is_kept: whether something made of its output keeps that for the backward.
+        functions: Megatron's that this counts on, by class and name.
     """
 
     holder: Any
     method: str
     inside: nn.Module
-    run: Callable[[Tensor], Tensor]
-    stays: bool
+    is_kept: bool
+    functions: Sequence[tuple[type, str, Any]]
+
+    def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The method as its class has it now."""
+        return getattr(type(self.holder), self.method)(self.holder, x, *args, **kwargs)
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether nobody has put others in the place of these functions."""
+        return all(getattr(kind, name) is function for kind, name, function in self.functions)
 
 
 def besides_of(experts: Any) -> Iterator[Beside]:
-    """What graphs run of a layer of experts: shared ones, unless they overlap with messages, and
-    the router's product, if that hands on its weight's gradient (`SMALL`)."""
-    shared, router = experts.shared_experts, experts.router
-    compute, gating = "shared_experts_compute", "gating"
-    if isinstance(shared, nn.Module) and not experts.shared_expert_overlap:
-        owners = owner(experts, compute), owner(shared, "forward")
-        if owners == (f"{_MOE}.moe_layer.MoELayer", f"{_MOE}.shared_experts.SharedExpertMLP"):
-            yield Beside(experts, compute, shared, experts.shared_experts_compute, stays=False)
-    if owner(router, gating) == f"{_MOE}.router.Router" and router.weight.numel() <= SMALL:
-        yield Beside(router, gating, router, router.gating, stays=True)
+    """What graphs run of a layer of experts: shared ones, unless they overlap with messages, if
+    Megatron only adds what they make; and the router's product, if it is given the norm's output
+    and hands on its weight's gradient (`SMALL`)."""
+    shared, router = getattr(experts, "shared_experts", None), experts.router
+    if isinstance(shared, nn.Module) and not getattr(experts, "shared_expert_overlap", True):
+        names = "shared_experts_compute", "forward", "postprocess"
+        of_experts = _stock(experts, f"{_MOE}.moe_layer.MoELayer", *names)
+        of_shared = _stock(shared, f"{_MOE}.shared_experts.SharedExpertMLP", "forward")
+        if of_experts and of_shared:
+            yield Beside(experts, names[0], shared, False, [*of_experts, *of_shared])
+    given_norm = getattr(router.config, "moe_input_jitter_eps", None) is None
+    of_router = _stock(router, f"{_MOE}.router.Router", "gating")
+    if of_router and given_norm and router.weight.numel() <= SMALL:
+        yield Beside(router, "gating", router, True, of_router)
+
+
+def _stock(module: Any, expected: str, *names: str) -> list[tuple[type, str, Any]]:
+    """Methods of a module, which are those of a class of Megatron's; none if one is another's."""
+    if any(owner(module, name) != expected for name in names):
+        return []
+    return [(type(module), name, getattr(type(module), name)) for name in names]
 
 
 class CutLayer:
@@ -151,6 +171,7 @@ class CutLayer:
         stock: its forward.
         module, number: as given.
         kinds: what fills its slots.
+        besides: what its graphs run of its experts.
         mixes: whether it has a mixer.
         attends: whether that is attention which graphs may have inside.
         follows: whether the layer in front of it has graphs, too.
@@ -172,7 +193,7 @@ class CutLayer:
         self._alone = False
         self._arguments: dict[str, Any] = {}
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
-        self._besides: Sequence[Beside] = ()
+        self.besides: Sequence[Beside] = ()
         self._at_hand: dict[str, tuple[Tensor, Tensor]] = {}
         self._enters = next(
             (getattr(module, name) for name in _NORMS if hasattr(module, name)), None
@@ -181,7 +202,7 @@ class CutLayer:
             self._stock_norm = self._enters.forward
         if self._apart is not None:
             self._forward_mlp, self._norm = module._forward_mlp, module.pre_mlp_layernorm.forward
-            self._besides = [*besides_of(self._apart)]
+            self.besides = [*besides_of(self._apart)]
 
     @property
     def scale(self) -> float:
@@ -196,7 +217,7 @@ class CutLayer:
     def modules(self) -> Iterator[nn.Module]:
         """Those that graphs run, the layer itself among them."""
         excluded = set(modules_of(self._apart)) if self._apart is not None else set()
-        for beside in self._besides:
+        for beside in self.besides:
             excluded.difference_update(modules_of(beside.inside))
         yield from (module for module in modules_of(self.module) if module not in excluded)
 
@@ -209,6 +230,11 @@ class CutLayer:
             *{id(parameter): parameter for parameter in weights if parameter is not None}.values()
         ]
 
+    def leave_others(self) -> bool:
+        """Runs without graphs what others have replaced by now; whether there is any."""
+        before, self.besides = self.besides, [each for each in self.besides if each.is_stock]
+        return len(self.besides) < len(before)
+
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of its modules, but for its forward."""
         if self._enters is not None:
@@ -216,7 +242,7 @@ class CutLayer:
         if self._apart is not None:
             yield self.module, "_forward_mlp", self._of_experts
             yield self.module.pre_mlp_layernorm, "forward", self._at_hand_or(_NORM, self._norm)
-            for beside in self._besides:
+            for beside in self.besides:
                 name = beside.method
                 yield beside.holder, name, self._at_hand_or(name, beside.run)
 
@@ -286,7 +312,7 @@ class CutLayer:
         positional, named = self._given
         if normed is not None:
             self._at_hand = {_NORM: (hidden, normed)}
-            for beside, output in zip(self._besides, created, strict=True):
+            for beside, output in zip(self.besides, created, strict=True):
                 self._at_hand[beside.method] = normed, output
         try:
             y: Tensor = self._forward_mlp(hidden, *positional, **named)
@@ -302,7 +328,7 @@ class CutLayer:
         if any(isinstance(value, Tensor) for value in (*extra, *kwargs.values())):
             raise CannotCaptureError(OTHER_LAYER)
         self._given = (*extra,), kwargs
-        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm, self._besides)
+        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm, self.besides)
 
     def _at_hand_or(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         """A method whose output a graph has made, for the input that the graph had."""

@@ -30,9 +30,13 @@ class Inside:
 
     def _list(self) -> None:
         layers = [layer.module for layer in self._layers]
-        own = {*map(id, layers)}
+        # Of a router graphs run one method, and its forward is called as without.
+        besides = itertools.chain.from_iterable(layer.besides for layer in self._layers)
+        called = [beside.inside for beside in besides if beside.holder is beside.inside]
+        own = {*map(id, layers), *map(id, called)}
         inside = (module for layer in self._layers for module in layer.modules())
-        self._modules = [*layers, *(module for module in inside if id(module) not in own)]
+        self._modules = [*layers, *called, *(m for m in inside if id(m) not in own)]
+        self._num_called = len(layers) + len(called)
         self._children = _all(self._held()[0])
 
     def _held(self) -> list[Sequence[Any]]:
@@ -42,10 +46,10 @@ class Inside:
         return [*zip(*rows, strict=True)] or [()] * (3 + len(HOOKS))
 
     def look(self) -> list[Any]:
-        """Hooks in the modules, but for the layers' own, which are called around their forward."""
+        """Hooks in the modules, but for those of modules whose forward is called: the layers'."""
         if _all(self._held()[0]) != self._children:
             self._list()
-        inside = (of_kind[len(self._layers) :] for of_kind in self._held()[3:])
+        inside = (of_kind[self._num_called :] for of_kind in self._held()[3:])
         return _all(itertools.chain.from_iterable(inside))
 
     def addresses(self) -> list[int]:

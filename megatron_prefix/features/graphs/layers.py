@@ -243,6 +243,9 @@ class LayerGraphs:
     def _look(self) -> None:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
         self._is_new = False
+        others = [layer.leave_others() for layer in self.layers]
+        if any(others):
+            self._inside = Inside(self.layers)
         hooks = self._inside.look()
         moved = bool(self._addresses) and self._addresses != self._current_addresses()
         moved, self._watched = map(bool, self._most_of_ranks(moved, _are_others(hooks)))

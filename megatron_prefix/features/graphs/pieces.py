@@ -29,8 +29,8 @@ from megatron_prefix.features.graphs import cuda
 from megatron_prefix.layers.own_backward import with_backward
 
 SMALL = 2**20
-"""Numbers of the largest parameter, a norm's or a bias, whose gradient is handed on by a copy.
-Products add larger ones to main gradients, or the layer is not captured."""
+"""Numbers of the largest parameter, of a norm, bias or router, whose gradient is handed on by a
+copy. Products add larger ones to main gradients, or the layer is not captured."""
 _ADDED = "grad_added_to_main_grad"
 
 
@@ -169,7 +169,8 @@ class Piece:
 
     def run_backward(self, gradients: Sequence[Tensor]) -> Iterator[Tensor | None]:
         """Replays its backward: gradients of inputs and of parameters."""
-        _fill(self._gradients, gradients)
+        # The first one's place may have what others are given, which is read before.
+        _fill(self._gradients[::-1], gradients[::-1])
         self.backward.replay()
         for added in self._added:
             setattr(added, _ADDED, True)

@@ -33,7 +33,8 @@ from megatron_prefix.tree.payload_map import Form, Level, RowMap
 
 SPARE = 128
 """Rows behind those of an arena, of zeros: who has fewer keys than its form reads them, and adds
-to their gradients, which nobody reads. Several, as additions to one row wait for one another."""
+zeros to their gradients, which captures read. Several, as additions to one row wait for one
+another."""
 STEPS = 4
 """Numbers of keys that forms have between two powers of two."""
 

@@ -50,7 +50,8 @@ class PlacedRuns(NamedTuple):
 
 class PlacedKernel(Kernel):
     """One of these kernels, with `PlacedRuns`. Queries of runs without keys have 0 and a
-    log-sum-exp of -inf; gradients of keys that are nobody's are 0."""
+    log-sum-exp of -inf; gradients of keys that are nobody's are 0. Those of a segment are in
+    runs."""
 
     def __init__(self, kernel: Any) -> None:
         self.name, self._kernel = kernel.name, kernel

@@ -98,8 +98,7 @@ def worst(case):
     every = [item for mine in data for item in mine]
     stock = PrefixSchedule(PrefixConfig(mode="off"))
     (expected,) = run_ranks(1, lambda: gradients(stock, Layout(), [every], case))
-    ours = PrefixSchedule(case.prefix)
-    world = case.layout.world_size
+    ours, world = PrefixSchedule(case.prefix), case.layout.world_size
     ranks = run_ranks(world, lambda: gradients(ours, case.layout, data, case))
     assert {name for rank in ranks for name in rank} == set(expected)
     limit = tolerance(torch.float64, sum(item["tokens"].numel() for item in every))

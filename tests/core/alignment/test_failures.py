@@ -46,8 +46,7 @@ def num_tensors():
 
 @pytest.fixture
 def watch(monkeypatch):
-    found = Watch(Storages(), [])
-    stock = SegmentInputs.call
+    found, stock = Watch(Storages(), []), SegmentInputs.call
 
     def call(*arguments, **options):
         output = stock(*arguments, **options)

@@ -126,8 +126,7 @@ def _of_one_sign(draw, num):
 
 
 def _items(advantages, seed, recipe=BLOCKWISE):
-    draw = np.random.default_rng(seed)
-    items = []
+    draw, items = np.random.default_rng(seed), []
     for group in generate(2, 140, 23, 7, vocab_size=64, seed=seed):
         values = advantages(draw, len(group.rollouts)).tolist()
         pairs = zip(group.rollouts, values, strict=True)

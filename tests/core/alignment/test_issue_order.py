@@ -75,8 +75,7 @@ def recorded(into: list[Any], gives: Callable[..., Any] | None = None) -> Iterat
 def why_not_ending(programs: Sequence[Sequence[Issued]]) -> str:
     """What ranks wait for if every collective blocks a rank until all others have come to it; empty
     if all of them end. That is so if, and only if, their orders can be merged into one."""
-    at = [0] * len(programs)
-    moved = True
+    at, moved = [0] * len(programs), True
     while moved:
         moved = False
         for program, place in zip(programs, at, strict=True):
@@ -98,8 +97,7 @@ def why_not_ending(programs: Sequence[Sequence[Issued]]) -> str:
 
 def unlike(number, rank, spec, layout):
     """Trees of other depths and sizes on every rank and in every step; some share nothing."""
-    shape = (number + rank) % 3
-    seed = 10 * number + rank
+    shape, seed = (number + rank) % 3, 10 * number + rank
     if shape == 0:
         return [*generate(1, 8, 16, 1 + number % 2, vocab_size=VOCAB, seed=seed)]
     tree = {"tree": "branch", "depth": 2} if shape == 2 else {}

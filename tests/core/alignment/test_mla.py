@@ -224,8 +224,7 @@ def test_last_rows_are_dealt_once(size, last):
 def test_what_the_stock_module_cannot_do_is_refused(softmax, how, expected):
     """The module says how it exchanges keys; Megatron's own one has no context parallelism."""
     model = unwrap(small_model(config_overrides={"window_size": (4, 0), "softmax_type": softmax}))
-    part = table.payload_parts(model)[0]
-    config = dataclasses.replace(model.config)
+    part, config = table.payload_parts(model)[0], dataclasses.replace(model.config)
     config.context_parallel_size = 2
     if how is not None:
         part.module.core_attention.cp_comm_type = how

@@ -75,8 +75,7 @@ def step_without_data(rank):
     layout = Layout(pp=2)
     runtime.initialize(layout)
     form = Form(pad=2, where="ends")
-    chunks = built(Case(form), layout)
-    schedule = PrefixSchedule(CONFIG)
+    chunks, schedule = built(Case(form), layout), PrefixSchedule(CONFIG)
     trainer = Trainer(form, 0, layout)
     if torch.distributed.get_rank() == rank:
         trainer.batches[2] = None

@@ -77,8 +77,7 @@ class Job(NamedTuple):
         optimizer = build_optimizer(chunks, lr=1e-3, eps=1e-3, clip_grad=0.0)
         schedules = {"S": get_forward_backward_func(), "P": PrefixSchedule(CONFIG)}
         step = loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9))
-        watch = Watch(chunks)
-        rank = parallel_state.get_data_parallel_rank()
+        watch, rank = Watch(chunks), parallel_state.get_data_parallel_rank()
         for number, turn in enumerate(turns):
             mine = data(number, rank, spec, self.layout)
             items = align.microbatches(mine, 10 * number + rank, self.layout.alignment)

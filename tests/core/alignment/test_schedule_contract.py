@@ -224,8 +224,7 @@ def test_an_optimizers_own_scale_is_not_the_trainers():
 def test_forward_only_touches_no_gradient():
     model = small_model()
     run(schedule_with(), model)
-    before = steps.gradients(model)
-    config = unwrap(model).config
+    before, config = steps.gradients(model), unwrap(model).config
     config.finalize_model_grads_func = config.no_sync_func = lambda *args, **kwargs: 1 / 0
     for context in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
         with context():

@@ -149,8 +149,7 @@ def test_a_missing_package_is_named(monkeypatch):
 @pytest.fixture
 def reasons(monkeypatch):
     """What probing finds, and for which kernels it was asked."""
-    found = dict.fromkeys(KERNELS)
-    asked = []
+    found, asked = dict.fromkeys(KERNELS), []
 
     def probed(name, *heads):
         asked.append(name)

@@ -43,8 +43,7 @@ def model_of(**options):
 
 def masked():
     """Labels are zero where they carry no loss, and prompts that begin alike go on differently."""
-    found = hybrid.items()
-    draw = np.random.default_rng(7)
+    found, draw = hybrid.items(), np.random.default_rng(7)
     for item in found[:2]:  # the pair (input, label) is the others', the next input is not
         item["tokens"][:, 11:29] = torch.from_numpy(draw.integers(0, 60, 18))
     for item in found:

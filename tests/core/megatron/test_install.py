@@ -84,8 +84,7 @@ def test_uninstall_restores_everything(runs):
 
 def test_an_override_that_was_there_comes_back():
     model = small_model()
-    mlp = unwrap(model).decoder.layers[1].mlp
-    calls = []
+    mlp, calls = unwrap(model).decoder.layers[1].mlp, []
 
     def theirs(*args, **kwargs):
         calls.append(1)

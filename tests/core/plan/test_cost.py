@@ -202,8 +202,7 @@ def test_what_may_be_shared_is_weighed_against_all_positions():
 
 def test_unread_outputs_count_in_a_step_without_sharing():
     """An output layer of a third of the FLOPs, on a quarter of the positions: 4/3 times as fast."""
-    draw = np.random.default_rng(0)
-    rollouts = []
+    draw, rollouts = np.random.default_rng(0), []
     for _ in range(3):
         tokens = draw.integers(0, 1000, 101)
         rollouts.append(Pairs(tokens[:-1], tokens[1:], np.arange(100) >= 75))

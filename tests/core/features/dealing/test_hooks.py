@@ -33,8 +33,7 @@ def _forgotten():
 
 def drawn(seed=0, num=GROUPS):
     """Tokens and answers of groups whose rollouts are mixed."""
-    rng = np.random.default_rng(seed)
-    pairs = []
+    rng, pairs = np.random.default_rng(seed), []
     for group in range(num):
         prompt = [group, *rng.integers(0, 9, rng.integers(20, 60))]
         pairs += [(prompt, rng.integers(0, 9, rng.integers(1, 40)).tolist()) for _ in range(SIZE)]

@@ -47,8 +47,7 @@ def test_spans_stand_for_every_token_of_every_rollout_once(made, options):
     forest = build(rollouts, groups, options)
     microbatch_of = [rollout // 2 for rollout in range(len(rollouts))]
     logical = LogicalTokens(forest, microbatch_of, CPU)
-    seen = np.zeros(len(rollouts), int)
-    tokens = [0] * (max(microbatch_of) + 1)
+    seen, tokens = np.zeros(len(rollouts), int), [0] * (max(microbatch_of) + 1)
     for index, segment in enumerate(forest.segments):
         of = logical[index]
         assert len(of.span_of) == segment.padded_length

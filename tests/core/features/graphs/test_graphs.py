@@ -370,8 +370,7 @@ def test_graphs_that_were_turned_off_are_not_kept():
     steps(model, config())
     graphs = made(model)
     arenas = [place for places in graphs.arenas.values.values() for place in places]
-    there = [*map(weakref.ref, [*graphs.sets, *arenas])]
-    before = weakref.ref(graphs)
+    there, before = [*map(weakref.ref, [*graphs.sets, *arenas])], weakref.ref(graphs)
     del graphs, arenas
     gc.collect()
     gc.disable()

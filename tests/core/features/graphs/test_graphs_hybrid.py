@@ -1,13 +1,17 @@
 """Recurrent layers, experts and latents on CUDA graphs; launches are noted and launched again on
 the CPU."""
 
+import functools
 import gc
 import weakref
 
 import pytest
 import torch
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import router
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_prefix import PrefixSchedule
 from megatron_prefix.features.graphs import cut_layer
@@ -73,19 +77,40 @@ def test_a_layer_without_megatrons_method_has_none(monkeypatch, caplog):
 
 def test_what_is_beside_experts_is_in_graphs(monkeypatch):
     """Nothing of it runs again in a step of the same lengths."""
-    model, schedule, ran = small_model("tiny-deepseek"), PrefixSchedule(config()), []
-
-    def note(holder, name):
-        stock = getattr(holder, name)
-        monkeypatch.setattr(holder, name, lambda *given: ran.append(name) or stock(*given))
-
-    for number in range(3):
+    model, schedule, ran, counts = small_model("tiny-deepseek"), PrefixSchedule(config()), [], []
+    for number in range(4):
         steps(model, config(), 1, schedule)
-        if not number:  # others' methods in Megatron's classes stay outside
-            note(SharedExpertMLP, "forward"), note(router, "router_gating_linear")
-    before = [*ran]
-    steps(model, config(), 1, schedule)
-    assert {*ran} == {"forward", "router_gating_linear"} and ran == before
+        counts.append([ran.count(kind) for kind in (SharedExpertMLP, torch.Tensor)])
+        for holder, name in [(MLP, "forward"), (router, "router_gating_linear")] * (not number):
+            run = functools.partial(_noted, ran, getattr(holder, name))
+            monkeypatch.setattr(holder, name, lambda *args, run=run, **named: run(*args, **named))
+    assert counts[3] == counts[2] and 0 not in counts[2]
+
+
+def _noted(ran, stock, first, *args, **named):
+    ran.append(type(first))
+    return stock(first, *args, **named)
+
+
+OTHERS = [
+    (0, TransformerLayer, "_forward_mlp", lambda y, hidden, *_: y + 0.5 * hidden),
+    *((n, MoELayer, "postprocess", lambda y, _, shared: y + shared * y.tanh()) for n in (0, 2)),
+    *((n, router.TopKRouter, "gating", lambda y, *_: 2.0 * y) for n in (0, 2)),
+]
+
+
+@pytest.mark.parametrize(("before", "holder", "name", "other"), OTHERS)
+def test_layers_of_experts_with_methods_of_others(before, holder, name, other, monkeypatch):
+    """And a hook on a router, which is called as without graphs."""
+    models = [small_model("tiny-deepseek", spec={"num_layers": 4}) for _ in range(2)]
+    unwrap(models[0]).decoder.layers[1].mlp.router.register_forward_pre_hook(lambda *_: None)
+    pairs, stock = [(models[0], PrefixSchedule(config()))], getattr(holder, name)
+    pairs.append((models[1], PrefixSchedule(config(graph_tokens=0))))
+    for model, schedule in pairs:
+        steps(model, config(), before, schedule)
+    monkeypatch.setattr(holder, name, lambda m, *args, **kw: other(stock(m, *args, **kw), *args))
+    same(*(steps(model, config(), 2, schedule) for model, schedule in pairs))
+    assert made(models[0]).captures > 0
 
 
 def test_a_capture_that_fails_keeps_nothing(caplog):

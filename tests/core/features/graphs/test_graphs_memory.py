@@ -108,8 +108,7 @@ def test_pieces_save_what_their_layers_do(name, monkeypatch):
 def test_attention_writes_where_the_next_piece_reads(name, monkeypatch):
     """What it saves of its output is there, and nowhere else; hidden states are there already."""
     monkeypatch.setattr(cut_layer, "may_be_inside", lambda _: False)  # as with windows
-    there = []
-    run = Piece.run_forward
+    there, run = [], Piece.run_forward
 
     def noted(piece, given):
         if len(given) > 1:
@@ -126,12 +125,10 @@ def test_pieces_of_the_longest_segment_copy_little(monkeypatch):
     """What they compute is its own place, but for values that are cut from a projection, and for
     latents and what shared experts make, which have one place for all layers."""
     monkeypatch.setattr(cut_layer, "may_be_inside", lambda _: False)  # as with CP
-    copies = []
-    capture = SegmentGraphs.capture
+    copies, capture = [], SegmentGraphs.capture
 
     def captured(sets, form, hidden, given):
-        is_first = not sets.made
-        seconds = capture(sets, form, hidden, given)
+        is_first, seconds = not sets.made, capture(sets, form, hidden, given)
         for sides in sets.made[form].values():
             launched = [one for piece in sides.pieces for one in piece.forward.launched]
             copies.append((is_first, launched.count("aten.copy_.default")))

@@ -67,8 +67,7 @@ def test_noise_and_first_calls_of_kernels():
 
 
 def test_no_price_is_negative():
-    rows = actions(0)
-    draw = np.random.default_rng(3)
+    rows, draw = actions(0), np.random.default_rng(3)
     seconds = draw.uniform(0.001, 0.1, len(rows)).tolist()  # says nothing
     times = Evidence.of_actions(rows, seconds, PRIOR).times(PRIOR)
     assert min(times.prices) >= 0 and np.isfinite(times.prices).all()

@@ -58,8 +58,7 @@ def test_the_first_steps_are_measured_and_one_in_fifty(monkeypatch, tmp_path):
     path = tmp_path / "costs.json"
     model = small_model()
     schedule = schedule_with(mode="auto", min_speedup=0.01, cost_file=str(path))
-    found = ran(schedule, model, 1)
-    guess = costs_of(schedule).times
+    found, guess = ran(schedule, model, 1), costs_of(schedule).times
     found += ran(schedule, model, 7)
     assert [due for _, due in found] == [False, True, True, True, True, False, True, False]
     assert all(share for share, _ in found)

@@ -49,8 +49,7 @@ def test_gradients_are_bitwise_the_same(name):
 def test_it_is_not_kept(memory, monkeypatch):
     """Of the first layer's when the second one runs."""
     model, alive = small_model(), []
-    layers = unwrap(model).decoder.layers
-    given = []
+    layers, given = unwrap(model).decoder.layers, []
     second = layers[0].mlp.linear_fc2.forward
 
     def watched(one):

@@ -58,8 +58,7 @@ def faulty(monkeypatch):
 
         class Faulty(StepRun):
             def run(self):
-                store = super().run()
-                layer = language_model(model).decoder.layers[1]
+                store, layer = super().run(), language_model(model).decoder.layers[1]
                 layer.mlp.linear_fc2.weight.main_grad[3, 4] += error
                 return store
 

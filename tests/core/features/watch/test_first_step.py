@@ -52,8 +52,7 @@ def two_steps(schedule, trainer):
 
 def test_mode_auto_gives_untried_fp8_to_the_stock_schedule(monkeypatch):
     monkeypatch.setattr("megatron_prefix.run.route.is_untried", lambda config: True)
-    schedule = watching()
-    wanted = two_steps(stock_schedule(), Trainer())
+    schedule, wanted = watching(), two_steps(stock_schedule(), Trainer())
     for mine, its in zip(two_steps(schedule, Trainer()), wanted, strict=True):
         assert_bitwise(mine, its)
     assert schedule.report.decision.reason.endswith(table.FP8_UNTRIED.fix)
@@ -191,8 +190,7 @@ class Model(nn.Module):
 
 def reads_inside(loss, forward=Model.forward):
     model, x = Model(), torch.ones(4, 3)
-    begin = next_number()
-    output = forward(model, x)
+    begin, output = next_number(), forward(model, x)
     graph = CallGraph.of(begin, output)
     return graph.is_read_inside(loss(model, output))
 

@@ -166,8 +166,7 @@ def test_a_step_that_fails_leaves_no_thread(model, monkeypatch, caplog):
     "config", [replace(WATCHED, watchdog_minutes=0), replace(WATCHED, mode="off")]
 )
 def test_nothing_is_watched_where_nobody_wants_it(config, model, monkeypatch):
-    layer = unwrap(model).decoder.layers[1]
-    seen = []
+    layer, seen = unwrap(model).decoder.layers[1], []
     handle = layer.register_forward_hook(lambda *_: seen.extend(threads()))
     steps.call(PrefixSchedule(config), steps.Contract().step, model, items())
     handle.remove()
