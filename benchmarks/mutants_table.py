@@ -419,8 +419,8 @@ _GRAPHS = (
     _graphs(
         "what-others-have-replaced-stays",
         "features/graphs/cut_layer.py",
-        "[each for each in self.besides if each.is_stock]",
-        "self.besides",
+        "[part for part in self.unrouted if part.is_stock]",
+        "self.unrouted",
         _G_HYBRID,
     ),
     _graphs(

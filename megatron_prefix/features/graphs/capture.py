@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_prefix.features.graphs.cut_layer import OTHER_LAYER, Beside, Core, CutLayer
+from megatron_prefix.features.graphs.cut_layer import OTHER_LAYER, Core, CutLayer, UnroutedPart
 from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece, put_at, used
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ class Rehearsal:
         return hidden
 
     def experts(
-        self, hidden: Tensor, norm: Callable[[Tensor], Any], besides: Sequence[Beside]
+        self, hidden: Tensor, norm: Callable[[Tensor], Any], unrouted: Sequence[UnroutedPart]
     ) -> Tensor:
         """See Cut."""
         if isinstance(normed := norm(hidden), Tensor):
-            self.made += [normed, *(beside.run(normed) for beside in besides)]
+            self.made += [normed, *(part.run(normed) for part in unrouted)]
         return hidden
 
 
@@ -120,7 +120,7 @@ class GraphCapture:
         return self._enters
 
     def experts(
-        self, hidden: Tensor, norm: Callable[[Tensor], Any], besides: Sequence[Beside]
+        self, hidden: Tensor, norm: Callable[[Tensor], Any], unrouted: Sequence[UnroutedPart]
     ) -> Tensor:
         """See Cut. The norm keeps its input, and so does whoever adds it to what experts make: it
         is put in its place before. What nobody keeps has one place for all layers."""
@@ -131,10 +131,10 @@ class GraphCapture:
         if isinstance(normed := norm(hidden), Tensor) and normed is not hidden:
             computed.append(normed)
             places.append(self._graphs.place_of(("normed", self._layer.number), normed))
-            for beside in besides:
-                computed.append(beside.run(normed))
-                number = self._layer.number if beside.is_kept else ALL_LAYERS
-                places.append(self._graphs.place_of((beside.method, number), computed[-1]))
+            for part in unrouted:
+                computed.append(part.run(normed))
+                number = self._layer.number if part.is_kept else ALL_LAYERS
+                places.append(self._graphs.place_of((part.method, number), computed[-1]))
         self._rest = hidden.detach()
         self._end_last(computed, places)
         return self._rest

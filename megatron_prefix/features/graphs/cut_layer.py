@@ -78,14 +78,14 @@ class Cut(Protocol):
         ...
 
     def experts(
-        self, hidden: Tensor, norm: Callable[[Tensor], Any], besides: Sequence[Beside]
+        self, hidden: Tensor, norm: Callable[[Tensor], Any], unrouted: Sequence[UnroutedPart]
     ) -> Tensor:
         """In the place of what runs without graphs.
 
         Args:
             hidden: [positions, 1, hidden_size], what it is given.
             norm: the first that it does with this.
-            besides: what it does with that, whatever the experts of its tokens are.
+            unrouted: what it makes of that before tokens go to experts.
 
         Returns:
             What the layer gives.
@@ -108,14 +108,15 @@ def can_be_cut(module: Any) -> bool:
     return hasattr(module, "_forward_mlp") and hasattr(module, "pre_mlp_layernorm")
 
 
-class Beside(NamedTuple):
-    """A method of a layer of experts that makes a tensor of its norm's output.
+class UnroutedPart(NamedTuple):
+    """A method of a layer of experts that makes a tensor of its norm's output, whichever experts
+    tokens go to.
 
     Attributes:
         holder, method: whose, and its name.
         inside: the module whose weights it uses.
-        is_kept: whether something made of its output keeps that for the backward.
-        functions: Megatron's that this counts on, by class and name.
+        is_kept: whether what reads its output keeps that for the backward.
+        functions: methods of Megatron's that it relies on, each with its class and name.
     """
 
     holder: Any
@@ -130,28 +131,28 @@ class Beside(NamedTuple):
 
     @property
     def is_stock(self) -> bool:
-        """Whether nobody has put others in the place of these functions."""
+        """Whether its classes still have these functions."""
         return all(getattr(kind, name) is function for kind, name, function in self.functions)
 
 
-def besides_of(experts: Any) -> Iterator[Beside]:
+def unrouted_parts(experts: Any) -> Iterator[UnroutedPart]:
     """What graphs run of a layer of experts: shared ones, unless they overlap with messages, if
     Megatron only adds what they make; and the router's product, if it is given the norm's output
     and hands on its weight's gradient (`SMALL`)."""
     shared, router = getattr(experts, "shared_experts", None), experts.router
     if isinstance(shared, nn.Module) and not getattr(experts, "shared_expert_overlap", True):
         names = "shared_experts_compute", "forward", "postprocess"
-        of_experts = _stock(experts, f"{_MOE}.moe_layer.MoELayer", *names)
-        of_shared = _stock(shared, f"{_MOE}.shared_experts.SharedExpertMLP", "forward")
+        of_experts = _methods_of(experts, f"{_MOE}.moe_layer.MoELayer", *names)
+        of_shared = _methods_of(shared, f"{_MOE}.shared_experts.SharedExpertMLP", "forward")
         if of_experts and of_shared:
-            yield Beside(experts, names[0], shared, False, [*of_experts, *of_shared])
+            yield UnroutedPart(experts, names[0], shared, False, [*of_experts, *of_shared])
     given_norm = getattr(router.config, "moe_input_jitter_eps", None) is None
-    of_router = _stock(router, f"{_MOE}.router.Router", "gating")
+    of_router = _methods_of(router, f"{_MOE}.router.Router", "gating")
     if of_router and given_norm and router.weight.numel() <= SMALL:
-        yield Beside(router, "gating", router, True, of_router)
+        yield UnroutedPart(router, "gating", router, True, of_router)
 
 
-def _stock(module: Any, expected: str, *names: str) -> list[tuple[type, str, Any]]:
+def _methods_of(module: Any, expected: str, *names: str) -> list[tuple[type, str, Any]]:
     """Methods of a module, which are those of a class of Megatron's; none if one is another's."""
     if any(owner(module, name) != expected for name in names):
         return []
@@ -171,7 +172,7 @@ class CutLayer:
         stock: its forward.
         module, number: as given.
         kinds: what fills its slots.
-        besides: what its graphs run of its experts.
+        unrouted: what its graphs run of its experts.
         mixes: whether it has a mixer.
         attends: whether that is attention which graphs may have inside.
         follows: whether the layer in front of it has graphs, too.
@@ -193,7 +194,7 @@ class CutLayer:
         self._alone = False
         self._arguments: dict[str, Any] = {}
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
-        self.besides: Sequence[Beside] = ()
+        self.unrouted: Sequence[UnroutedPart] = ()
         self._at_hand: dict[str, tuple[Tensor, Tensor]] = {}
         self._enters = next(
             (getattr(module, name) for name in _NORMS if hasattr(module, name)), None
@@ -202,7 +203,7 @@ class CutLayer:
             self._stock_norm = self._enters.forward
         if self._apart is not None:
             self._forward_mlp, self._norm = module._forward_mlp, module.pre_mlp_layernorm.forward
-            self.besides = [*besides_of(self._apart)]
+            self.unrouted = [*unrouted_parts(self._apart)]
 
     @property
     def scale(self) -> float:
@@ -217,8 +218,8 @@ class CutLayer:
     def modules(self) -> Iterator[nn.Module]:
         """Those that graphs run, the layer itself among them."""
         excluded = set(modules_of(self._apart)) if self._apart is not None else set()
-        for beside in self.besides:
-            excluded.difference_update(modules_of(beside.inside))
+        for part in self.unrouted:
+            excluded.difference_update(modules_of(part.inside))
         yield from (module for module in modules_of(self.module) if module not in excluded)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -230,10 +231,10 @@ class CutLayer:
             *{id(parameter): parameter for parameter in weights if parameter is not None}.values()
         ]
 
-    def leave_others(self) -> bool:
-        """Runs without graphs what others have replaced by now; whether there is any."""
-        before, self.besides = self.besides, [each for each in self.besides if each.is_stock]
-        return len(self.besides) < len(before)
+    def leave_out_replaced(self) -> bool:
+        """Leaves parts of which a method was replaced out of graphs; whether there are any."""
+        before, self.unrouted = self.unrouted, [part for part in self.unrouted if part.is_stock]
+        return len(self.unrouted) < len(before)
 
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of its modules, but for its forward."""
@@ -242,9 +243,9 @@ class CutLayer:
         if self._apart is not None:
             yield self.module, "_forward_mlp", self._of_experts
             yield self.module.pre_mlp_layernorm, "forward", self._at_hand_or(_NORM, self._norm)
-            for beside in self.besides:
-                name = beside.method
-                yield beside.holder, name, self._at_hand_or(name, beside.run)
+            for part in self.unrouted:
+                name = part.method
+                yield part.holder, name, self._at_hand_or(name, part.run)
 
     def plain(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Its forward without graphs, which shows what else it is given: in place of a tensor the
@@ -308,12 +309,12 @@ class CutLayer:
         self, hidden: Tensor, normed: Tensor | None = None, *created: Tensor
     ) -> Tensor:
         """What it makes of what its graphs have made: what experts are added to, and if its norm
-        makes a tensor that, and what there is beside them."""
+        makes a tensor that, and what its unrouted parts make of it."""
         positional, named = self._given
         if normed is not None:
             self._at_hand = {_NORM: (hidden, normed)}
-            for beside, output in zip(self.besides, created, strict=True):
-                self._at_hand[beside.method] = normed, output
+            for part, output in zip(self.unrouted, created, strict=True):
+                self._at_hand[part.method] = normed, output
         try:
             y: Tensor = self._forward_mlp(hidden, *positional, **named)
         finally:
@@ -328,7 +329,7 @@ class CutLayer:
         if any(isinstance(value, Tensor) for value in (*extra, *kwargs.values())):
             raise CannotCaptureError(OTHER_LAYER)
         self._given = (*extra,), kwargs
-        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm, self.besides)
+        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm, self.unrouted)
 
     def _at_hand_or(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         """A method whose output a graph has made, for the input that the graph had."""

@@ -31,8 +31,8 @@ class Inside:
     def _list(self) -> None:
         layers = [layer.module for layer in self._layers]
         # Of a router graphs run one method, and its forward is called as without.
-        besides = itertools.chain.from_iterable(layer.besides for layer in self._layers)
-        called = [beside.inside for beside in besides if beside.holder is beside.inside]
+        unrouted = itertools.chain.from_iterable(layer.unrouted for layer in self._layers)
+        called = [part.inside for part in unrouted if part.holder is part.inside]
         own = {*map(id, layers), *map(id, called)}
         inside = (module for layer in self._layers for module in layer.modules())
         self._modules = [*layers, *called, *(m for m in inside if id(m) not in own)]

@@ -243,8 +243,8 @@ class LayerGraphs:
     def _look(self) -> None:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
         self._is_new = False
-        others = [layer.leave_others() for layer in self.layers]
-        if any(others):
+        replaced = [layer.leave_out_replaced() for layer in self.layers]
+        if any(replaced):
             self._inside = Inside(self.layers)
         hooks = self._inside.look()
         moved = bool(self._addresses) and self._addresses != self._current_addresses()

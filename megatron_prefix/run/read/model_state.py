@@ -50,7 +50,7 @@ SAMPLED = 64
 MOST_DEPTH = 6
 """Of values in one another that are compared, where an object was replaced."""
 _MISSING = object()
-_version, _values = operator.attrgetter("_version"), operator.methodcaller("values")
+_version = operator.attrgetter("_version")
 
 
 class Change(NamedTuple):
@@ -160,7 +160,7 @@ class ModelState:
         )
 
     def _weights_now(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(map(_values, self._walk.weights))
+        return itertools.chain.from_iterable(map(dict.values, self._walk.weights))
 
     def _marks_now(self) -> list[list[Any]]:
         """Of every tensor what tells that it was written, or moved."""
