@@ -38,7 +38,7 @@ class Rehearsal:
     ) -> Tensor:
         """See Cut."""
         if self._graphs.has_inside(self._layer):
-            return self._graphs.attended(run, [*inputs, *passing])
+            return self._graphs.mixed(run, [*inputs, *passing])
         computed = [*inputs, *passing]
         self.made += computed
         return computed[0].new_zeros(shape).requires_grad_()
@@ -94,7 +94,7 @@ class GraphCapture:
     ) -> Tensor:
         """See Cut."""
         if self._has_core:
-            return self._graphs.attended(run, [*inputs, *passing])
+            return self._graphs.mixed(run, [*inputs, *passing])
         core_index = self._layer.number, len(self.cores)
         names: list[Any] = [("made", core_index, number) for number in range(len(inputs))]
         names += [

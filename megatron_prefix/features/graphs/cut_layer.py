@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from megatron_prefix.device.modules import modules_of
-from megatron_prefix.features.graphs.kinds import Graphed, graphed, may_be_inside
+from megatron_prefix.features.graphs.kinds import Graphed, graphed, inside_form, looks_back
 from megatron_prefix.features.graphs.pieces import SMALL, CannotCaptureError, Piece
 from megatron_prefix.layers.attention import softmax_scale
 from megatron_prefix.layers.kind import Override, Part, owner
 from megatron_prefix.layers.segment import SegmentContext
+from megatron_prefix.tree.payload_map import Form
 
 OTHER_LAYER = "a layer is put together differently from Megatron's"
 _NORM, _MOE = "norm in front of experts", "megatron.core.transformer.moe"
@@ -42,12 +43,12 @@ class Sides(NamedTuple):
         pieces: in the order in which they run, to the end of the layer or to where its experts
             begin; none if a layer before it has run it as well.
         cores: what runs between them.
-        attends: the numbers of payloads of layers whose attention is in these graphs.
+        inside: the numbers of payloads of layers whose cores are in these graphs.
     """
 
     pieces: Sequence[Piece] = ()
     cores: Sequence[Core] = ()
-    attends: Sequence[int] = ()
+    inside: Sequence[int] = ()
 
 
 class Cut(Protocol):
@@ -99,7 +100,7 @@ class Cuts(Protocol):
     cut: Cut | None
 
     def attending(self, context: SegmentContext) -> AbstractContextManager[None]:
-        """Around core attention that is captured, as of a segment."""
+        """Around a core that is captured, as of a segment."""
         ...
 
 
@@ -174,7 +175,8 @@ class CutLayer:
         kinds: what fills its slots.
         unrouted: what its graphs run of its experts.
         mixes: whether it has a mixer.
-        attends: whether that is attention which graphs may have inside.
+        inside: what it leaves, if graphs may have its core inside.
+        before: positions that its convolution looks back, if it is recurrent.
         follows: whether the layer in front of it has graphs, too.
 
     Raises:
@@ -185,7 +187,8 @@ class CutLayer:
         self.stock, self.module, self._owner = module.forward, module, owner
         self.number, self.kinds = number, (mixer.kind, mlp.kind)
         self.mixes, self.follows = mixer.kind is not None, False
-        self.attends, self._mixer = may_be_inside(mixer), mixer.module
+        self.inside, self._mixer = inside_form(mixer), mixer.module
+        self.before = looks_back(mixer) if self.inside == Form.SPANS else 0
         self._apart = None
         if mlp.kind is not None and graphed(mlp.kind, module.config) is Graphed.IN_FRONT:
             if not can_be_cut(module):
@@ -208,7 +211,7 @@ class CutLayer:
     @property
     def scale(self) -> float:
         """Of its scores, if it attends: a number that its graphs have from their capture on."""
-        return softmax_scale(self._mixer) if self.attends else 1.0
+        return softmax_scale(self._mixer) if self.inside == Form.POSITIONS else 1.0
 
     @property
     def has_experts(self) -> bool:

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_prefix.features.experts.kind import Experts
+from megatron_prefix.features.graphs.placed_spans import has_known_chunks
 from megatron_prefix.features.mla.kind import MLA
 from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.features.recurrent.kind import Recurrent
@@ -16,6 +17,7 @@ from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.attention import QUANTISERS, Attention
 from megatron_prefix.layers.kind import Kind, Part
 from megatron_prefix.layers.mlp import MLP
+from megatron_prefix.tree.payload_map import Form
 
 
 class Graphed(Enum):
@@ -57,8 +59,18 @@ def without_graphs(config: Any, kinds: Iterable[Kind | None]) -> str:
     return " and ".join(names)
 
 
-def may_be_inside(mixer: Part) -> bool:
-    """Whether a mixer's core may be in graphs (placed.py): one that leaves K and V of positions,
-    or latents, and has no quantisers, which a trainer may change between steps."""
-    is_placed = type(mixer.kind) in (Attention, MLA)
-    return is_placed and not hasattr(mixer.module.core_attention, QUANTISERS[0])
+def inside_form(mixer: Part) -> Form | None:
+    """What a mixer leaves that may be in graphs with its core (placed.py); None: it may not. One
+    that leaves K and V of positions, or latents, may be, if it has no quantisers, which a trainer
+    may change between steps; and GatedDeltaNet with a rule whose kernels run over what they are
+    given."""
+    kind, module = type(mixer.kind), mixer.module
+    if kind in (Attention, MLA) and not hasattr(module.core_attention, QUANTISERS[0]):
+        return Form.POSITIONS
+    return Form.SPANS if kind is GatedDeltaNet and has_known_chunks(module) else None
+
+
+def looks_back(mixer: Part) -> int:
+    """Positions that the convolution of a GatedDeltaNet looks back."""
+    width: int = mixer.module.conv1d.weight.shape[-1]
+    return width - 1

@@ -26,7 +26,7 @@ from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.features.graphs.inside import Inside, hooks_of
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
-from megatron_prefix.features.graphs.placed import AttentionForm, PlacedArenas
+from megatron_prefix.features.graphs.placed import PlacedArenas, PlacedForm
 from megatron_prefix.features.graphs.placed_runs import PlacedKernel, most_runs
 from megatron_prefix.features.graphs.segment_graphs import ROTARY, GraphForm, SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Override, Part, Running
@@ -172,10 +172,10 @@ class LayerGraphs:
                 raise RuntimeError(CHANGED)
             # A set whose segment runs again is another's before what this one sends has gone.
             stays, left = saves or layer is not self._all[-1], None
-            if sides.attends:
-                for number in sides.attends:
+            if sides.inside:
+                for number in sides.inside:
                     self._enter(context, number)
-                left = functools.partial(_leave, context, sides.attends)
+                left = functools.partial(_leave, context, sides.inside)
             result = layer.replayed(sides, hidden_states, stays=stays, left=left)
             given = result if isinstance(result, Tensor) else result[0]
             self._given = weakref.ref(given), given._version
@@ -192,12 +192,11 @@ class LayerGraphs:
         """Before graphs read and write the arena of a layer."""
         cache, index, arena = context.cache, context.index, self.arenas.layers[layer]
         cache.check(layer, index)
+        arena.enter(context)
         if context.inner and cache.state(layer, index) is not SegmentState.CAPTURED:
             arena.reuse(index)
             cache.device = arena.values[0].device
             cache.captured(layer, index)
-        if context.inner or context.num_levels:
-            arena.reuse_sums()
 
     def begin_step(
         self,
@@ -350,18 +349,18 @@ class LayerGraphs:
         self._taken[context.index], self.used = chosen, True
 
     def _form(self, context: SegmentContext, hidden: Tensor) -> GraphForm:
-        attention, arenas = None, self.arenas
+        placed, arenas = None, self.arenas
         kernel = self._running.kernels.get(None)
         most = most_runs(kernel, hidden.device) if kernel else 0
-        if most and arenas.layers and any(layer.attends for layer in self.layers):
-            attention = AttentionForm.of(context, most)
-            uses = attention is not None and (attention.inner or attention.levels)
+        if most and arenas.layers and any(layer.inside for layer in self.layers):
+            placed = PlacedForm.of(context, most, max(layer.before for layer in self.layers))
+            uses = placed is not None and (placed.inner or placed.levels or placed.spans)
             if uses and len(arenas.values) < len(arenas.layers):  # nothing was written yet
-                attention = None
+                placed = None
         taps_mlps = self._running.mlp_tap is not None
         # Hooks may come and go within a step: reductions watch the last backward's layers.
         watched = bool(hooks_of(layer.module for layer in self.layers))
-        return GraphForm(len(hidden), taps_mlps, attention, self._handed and not watched)
+        return GraphForm(len(hidden), taps_mlps, placed, self._handed and not watched)
 
     def _place(self, length: int, *, passes: bool) -> int:
         """Positions on this rank of the place of a segment with so many. Those that soon give
@@ -425,7 +424,7 @@ def _are_others(hooks: Iterable[Any]) -> bool:
 
 
 def _leave(context: SegmentContext, layers: Sequence[int]) -> None:
-    """Behind the backward of layers whose attention is in graphs."""
+    """Behind the backward of layers whose cores are in graphs."""
     for layer in reversed(layers):
         if context.inner:
             context.cache.consume(layer, context.index)

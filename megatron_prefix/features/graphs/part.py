@@ -23,6 +23,7 @@ from megatron_prefix.features.graphs.choice import (
 )
 from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
 from megatron_prefix.features.graphs.placed import PlacedArenas
+from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.layers import table
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import Hooks, installed
@@ -181,7 +182,10 @@ class Graphs(StepPart):
         has_others = exchange is not None or self.config.cache_host_layers
         if not self.even or self.rank.forward_only or has_others:
             return None
-        return self._arenas[next(self._chunks)].begin(forms, planned.positions.length)
+        rows = {Form.POSITIONS: planned.positions.length}
+        if any(type(kind) is GatedDeltaNet for kinds in self._layers[1] for kind in kinds):
+            rows[Form.SPANS] = planned.spans.length
+        return self._arenas[next(self._chunks)].begin(forms, rows)
 
     def begin(self, attempt: Attempt) -> None:
         """See StepPart: before another attempt what graphs hold is given back: as much as all

@@ -1,16 +1,19 @@
-"""Attention inside of graphs: what differs between segments of a form has a place on the device.
+"""Mixers inside of graphs: what differs between segments of a form has a place on the device.
 
-A segment of a form has runs, rows of the arenas that it reads and rows that it writes.  They are
-numbers of a `Sheet`, which is filled before a segment's graphs are replayed.  The arenas keep their
-places from step to step as well (`PlacedArenas`), so the same graphs read and write the payloads of
-any step.  Core attention runs as elsewhere (layers/blocks/core.py), on a context whose sidecar is
-these places, and with lengths on the device.
+A segment of a form has runs, spans, rows of the arenas that it reads and rows that it writes.  They
+are numbers of a `Sheet`, which is filled before a segment's graphs are replayed.  The arenas keep
+their places from step to step as well (`PlacedArenas`), so the same graphs read and write the
+payloads of any step.  Core attention runs as elsewhere (layers/blocks/core.py), on a context whose
+sidecar is these places, and with lengths on the device; so do recurrent layers
+(features/recurrent/delta.py), with their spans there (placed_spans.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,27 +22,31 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_device
 from megatron_prefix.features.graphs.placed_runs import PlacedRuns
+from megatron_prefix.features.graphs.placed_spans import PlacedSpans
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.arena import (
     Arena,
     DeviceBytes,
     KeyValue,
     Payload,
+    Reading,
     wider,
     with_returned,
 )
 from megatron_prefix.sidecar.cache import SegmentState
 from megatron_prefix.tree.payload_map import Form, Level, RowMap
 
-SPARE = 128
-"""Rows behind those of an arena, of zeros: who has fewer keys than its form reads them, and adds
-zeros to their gradients, which captures read. Several, as additions to one row wait for one
-another."""
+SPARE = {Form.POSITIONS: 128, Form.SPANS: 1}
+"""Rows behind those of an arena, of zeros: who has fewer keys, or spans, than its form reads them,
+and adds zeros to their gradients, which captures read. Several, where rows are small, as additions
+to one row wait for one another."""
 STEPS = 4
-"""Numbers of keys that forms have between two powers of two."""
+"""Numbers of rows that forms have between two powers of two."""
+FEW_SPANS = 8
+"""The spans of a segment that its graphs may have in any case."""
 
-MORE_KEYS = 1.5
-"""How many times the keys of a segment its graphs may read."""
+MORE_ROWS = 1.5
+"""How many times the keys or spans of a segment its graphs may read."""
 
 
 class LevelForm(NamedTuple):
@@ -49,44 +56,71 @@ class LevelForm(NamedTuple):
     keys: int
 
 
-class AttentionForm(NamedTuple):
-    """What segments have in common whose attention is the same launches.
+class SpanForm(NamedTuple):
+    """Of spans: at most so many, and the positions that convolutions look back."""
+
+    spans: int
+    before: int
+
+    @classmethod
+    def of(cls, number: int, before: int) -> SpanForm:
+        """Of a segment with a number of spans."""
+        return cls(_power(number) if number <= FEW_SPANS else _stepped(number, 1), before)
+
+    def covers(self, other: SpanForm) -> bool:
+        """See PlacedForm."""
+        most = max(FEW_SPANS, MORE_ROWS * other.spans)
+        return self.before == other.before and other.spans <= self.spans <= most
+
+
+class PlacedForm(NamedTuple):
+    """What segments have in common whose mixers are the same launches.
 
     Attributes:
         positions: queries, on all sequence-parallel ranks.
         inner: whether descendants read it.
         runs: most runs over its own keys.
         levels: of ancestors.
+        spans: as recurrent layers see them; None without such layers.
     """
 
     positions: int
     inner: bool
     runs: int
     levels: tuple[LevelForm, ...]
+    spans: SpanForm | None = None
 
     @classmethod
-    def of(cls, context: SegmentContext, most_runs: int) -> AttentionForm | None:
-        """Of a segment; None if its attention cannot be in graphs."""
+    def of(cls, context: SegmentContext, most_runs: int, before: int = 0) -> PlacedForm | None:
+        """Of a segment; None if its mixers cannot be in graphs.
+
+        Args:
+            before: positions that recurrent layers' convolutions look back; 0: there are none.
+        """
         own = context.runs
         if context.joined or context.cache.exchange is not None or own.queries != own.keys:
             return None
         positions, levels = sum(own.queries), []
         for level in context.cache.map.levels[context.index]:
             runs, keys = len(runs_of(level, positions)), sum(level.keys)
-            levels.append(LevelForm(_power(runs), _stepped(keys)))
-        form = cls(positions, context.inner, _power(len(own.queries)), tuple(levels))
+            levels.append(LevelForm(_power(runs), _stepped(keys, SPARE[Form.POSITIONS])))
+        number = len(context.cache.map.lengths[context.index])
+        spans = SpanForm.of(number, before) if before else None
+        form = cls(positions, context.inner, _power(len(own.queries)), tuple(levels), spans)
         fits = max([form.runs, *(level.runs for level in levels)]) <= most_runs
         return form if fits else None
 
-    def covers(self, other: AttentionForm) -> bool:
-        """Whether segments of another form can use this one's launches; with up to MORE_KEYS times
-        as many keys, as rows that nobody uses are read, too."""
+    def covers(self, other: PlacedForm) -> bool:
+        """Whether segments of another form can use this one's launches; with up to MORE_ROWS times
+        as many keys or spans, as rows that nobody uses are read, too."""
         if (self.positions, self.inner) != (other.positions, other.inner):
             return False
         if len(self.levels) != len(other.levels) or self.runs < other.runs:
             return False
+        if self.spans and other.spans and not self.spans.covers(other.spans):
+            return False
         return all(
-            level.runs >= needed.runs and needed.keys <= level.keys <= MORE_KEYS * needed.keys
+            level.runs >= needed.runs and needed.keys <= level.keys <= MORE_ROWS * needed.keys
             for level, needed in zip(self.levels, other.levels, strict=True)
         )
 
@@ -95,9 +129,9 @@ def _power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _stepped(number: int) -> int:
-    """So many or more, of few values."""
-    step = max(SPARE, _power(number) // (2 * STEPS))
+def _stepped(number: int, least: int) -> int:
+    """So many or more, of few values, in steps of `least` or more."""
+    step = max(least, _power(number) // (2 * STEPS))
     return -(-number // step) * step
 
 
@@ -120,9 +154,10 @@ class Sheet:
         written: rows of the arenas that an inner segment writes, int64.
         levels: rows that it reads of each level, int64 [most keys].
         runs: over its own keys, and then over those of each level.
+        spans: None without recurrent layers.
     """
 
-    def __init__(self, form: AttentionForm, device: torch.device) -> None:
+    def __init__(self, form: PlacedForm, device: torch.device) -> None:
         self.form = form
         sizes = [form.runs + 1]
         for level in form.levels:
@@ -139,40 +174,43 @@ class Sheet:
         self.runs = [PlacedRuns(own, own, True, most, most)]
         for (queries, keys), level in zip(_pairs(starts), form.levels, strict=True):
             self.runs.append(PlacedRuns(queries, keys, False, most, level.keys))
+        self.spans = PlacedSpans(*form.spans, most, device) if form.spans else None
 
     def fill(self, numbers: Sequence[np.ndarray]) -> None:
         """Puts numbers of a segment into their places; the host does not wait."""
         self._numbers.copy_(to_device(self._numbers.device, np.concatenate(numbers)))
         self._starts.copy_(self._numbers[: self._num_starts])
 
-    def of_segment(self, context: SegmentContext, written: slice | None, spare: int) -> None:
-        """Fills in a segment.
-
-        Args:
-            written: its rows in the arenas, if it is inner.
-            spare: first of the arenas' spare rows.
-        """
-        form = self.form
+    def of_segment(self, context: SegmentContext, spares: Mapping[Form, int]) -> None:
+        """Fills in a segment; `spares`: the arenas' first spare rows."""
+        form, spare = self.form, spares[Form.POSITIONS]
         starts, rows = [_starts([*context.runs.queries], form.runs)], []
-        levels = context.cache.map.levels[context.index]
-        for level, most in zip(levels, form.levels, strict=True):
+        planned, index = context.cache.map, context.index
+        for level, most in zip(planned.levels[index], form.levels, strict=True):
             queries, keys = zip(*runs_of(level, form.positions), strict=True)
             starts += [_starts(queries, most.runs), _starts(keys, most.runs)]
             read = [np.arange(run.start, run.end) for run in level.runs]
             rows.append(np.concatenate([*read, _spare(most.keys - sum(level.keys), spare)]))
-        if written is not None:
-            rows.append(np.arange(written.start, written.stop))
+        if form.inner:
+            rows.append(_interval(planned.positions, index))
         self.fill([*starts, *rows])
+        if self.spans is not None:
+            of_spans = planned.lengths[index], planned.parents[index]
+            written = _interval(planned.spans, index) if form.inner else ()
+            self.spans.of_segment(*of_spans, written, spares[Form.SPANS])
 
-    def of_none(self, spare: int) -> None:
+    def of_none(self, spares: Mapping[Form, int]) -> None:
         """Fills in a segment that reads and writes spare rows, as layers run while captured."""
-        form = self.form
+        form, spare = self.form, spares[Form.POSITIONS]
         starts, rows = [_starts([form.positions], form.runs)], []
         for most in form.levels:
             starts += [_starts([form.positions], most.runs), _starts([most.keys], most.runs)]
             rows.append(_spare(most.keys, spare))
         rows += [_spare(form.positions, spare)] * form.inner
         self.fill([*starts, *rows])
+        if self.spans is not None:
+            of_span = [form.positions], [spares[Form.SPANS]]
+            self.spans.of_segment(*of_span, (), spares[Form.SPANS])
 
 
 def _numbers(rows: Tensor) -> tuple[torch.dtype, torch.Size]:
@@ -190,7 +228,20 @@ def _starts(lengths: Sequence[int], most: int) -> np.ndarray:
 
 
 def _spare(num: int, first: int) -> np.ndarray:
-    return first + np.arange(num) % SPARE
+    return first + np.arange(num) % SPARE[Form.POSITIONS]
+
+
+def _interval(rows: RowMap, index: int) -> np.ndarray:
+    interval = interval_of(rows, index)
+    return np.arange(interval.start, interval.stop)
+
+
+def interval_of(rows: RowMap, index: int) -> slice:
+    """The rows of an inner segment."""
+    interval = rows.intervals[index]
+    if interval is None:
+        raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
+    return interval
 
 
 class PlacedArenas:
@@ -198,34 +249,38 @@ class PlacedArenas:
 
     Attributes:
         values, sums: of each layer, [capacity + SPARE, ...]; empty before its first payload.
-        capacity: rows without the spare ones.
+        capacity: by form of payload, rows without the spare ones.
         changes: how often other places had to be made.
         layers: those of the step that runs.
+        forms: of all layers that have places, by their numbers.
     """
 
     def __init__(self) -> None:
         self.values: dict[int, list[Tensor]] = {}
         self.sums: dict[int, list[Tensor]] = {}
         self.layers: dict[int, PlacedArena] = {}
-        self.capacity, self.changes = 0, 0
-        self._numbers: frozenset[int] = frozenset()
+        self.capacity, self.changes = dict.fromkeys(SPARE, 0), 0
+        self.forms: dict[int, Form] = {}
 
-    def begin(self, forms: Sequence[Form], rows: int) -> PlacedArenas:
-        """Before an attempt with layers of these forms, and so many rows of positions."""
-        self._numbers = frozenset(n for n, form in enumerate(forms) if form == Form.POSITIONS)
+    def begin(self, forms: Sequence[Form], rows: Mapping[Form, int]) -> PlacedArenas:
+        """Before an attempt with layers of these forms; those have places of which `rows` says how
+        many there are."""
+        self.forms = {n: form for n, form in enumerate(forms) if form in rows}
         self.layers.clear()
-        if rows > self.capacity:
+        if any(number > self.capacity[form] for form, number in rows.items()):
+            before = self.capacity
             self.give_back()
-            self.capacity = _stepped(rows)
+            for form, number in rows.items():
+                self.capacity[form] = max(before[form], _stepped(number, SPARE[form]))
         return self
 
     def give_back(self) -> None:
         """Frees all places."""
         self.values, self.sums = {}, {}
-        self.capacity, self.changes = 0, self.changes + 1
+        self.capacity, self.changes = dict.fromkeys(SPARE, 0), self.changes + 1
 
     def __contains__(self, layer: int) -> bool:
-        return layer in self._numbers
+        return layer in self.forms
 
     def near(self, layer: int, backward: bool) -> int | None:
         return None
@@ -239,7 +294,7 @@ class PlacedArenas:
 
     def placed(self, layer: int, likes: Sequence[Tensor], *, sums: bool) -> list[Tensor]:
         """The places of a layer's payloads, or of their gradients; made like payloads `likes`."""
-        places, num = self.sums if sums else self.values, self.capacity + SPARE
+        places, first = self.sums if sums else self.values, self.capacity[self.forms[layer]]
         made = [
             like.new_empty((0, *like.shape[1:]), dtype=wider(like.dtype) if sums else like.dtype)
             for like in likes
@@ -247,9 +302,10 @@ class PlacedArenas:
         there = places.get(layer)
         if there is None or [*map(_numbers, there)] != [*map(_numbers, made)]:
             self.changes += there is not None
+            num = first + SPARE[self.forms[layer]]
             places[layer] = [like.new_empty((num, *like.shape[1:])) for like in made]
             for place in places[layer]:
-                place[self.capacity :].zero_()
+                place[first:].zero_()
         return places[layer]
 
     @property
@@ -268,11 +324,17 @@ class PlacedArena(Arena):
         super().__init__(rows, device_bytes)
         self._owner, self._layer, self._written = owner, layer, 0
 
+    def enter(self, context: SegmentContext) -> None:
+        """Before a graph runs a segment in its layer."""
+        is_read = bool(context.num_levels or self.rows.zeros)
+        if is_read or context.inner:
+            if not self.values:
+                self.allocate(self._owner.values[self._layer])
+            self.reuse_sums()
+
     def reuse(self, index: int) -> None:
         """Before a graph writes a segment's payload."""
-        rows = self._interval(index)
-        if not self.values:
-            self.allocate(self._owner.values[self._layer])
+        rows = interval_of(self.rows, index)
         if rows.start < self._written:  # of an earlier segment
             for total in self.sums:
                 total[rows].zero_()
@@ -280,13 +342,7 @@ class PlacedArena(Arena):
 
     def write(self, index: int, payload: Payload) -> None:
         super().write(index, payload)
-        self._written = max(self._written, self._interval(index).stop)
-
-    def _interval(self, index: int) -> slice:
-        rows = self.rows.intervals[index]
-        if rows is None:
-            raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
-        return rows
+        self._written = max(self._written, interval_of(self.rows, index).stop)
 
     def add(self, visible: Collection[int], what: Any, gradients: Payload) -> None:
         self.reuse_sums()
@@ -305,6 +361,8 @@ class PlacedArena(Arena):
             self.sums = [tensor.zero_() for tensor in tensors]
         else:
             self.values, self.width = tensors, tensors[0].shape[-1]
+            for tensor in tensors:
+                tensor[: self.rows.zeros].zero_()
 
 
 class _Read(NamedTuple):
@@ -354,22 +412,30 @@ class PlacedCache:
     def capture(self, layer: int, index: int, payload: Payload) -> None:
         """See SidecarCache."""
         for place, part in zip(self._values(layer), payload, strict=True):
-            place.index_copy_(0, self._sheet.written, part)
+            place.index_copy_(0, self._written(layer), part)
 
     def take(self, layer: int, index: int) -> Payload:
         """See SidecarCache."""
-        return tuple(place.index_select(0, self._sheet.written) for place in self._sums(layer))
+        written = self._written(layer)
+        return tuple(place.index_select(0, written) for place in self._sums(layer))
 
     def own(self, layer: int, index: int) -> Payload:
-        return tuple(place.index_select(0, self._sheet.written) for place in self._values(layer))
+        written = self._written(layer)
+        return tuple(place.index_select(0, written) for place in self._values(layer))
+
+    def _written(self, layer: int) -> Tensor:
+        spans = self._sheet.spans
+        is_of_spans = spans is not None and self._arenas.forms[layer] == Form.SPANS
+        return spans.written if is_of_spans else self._sheet.written
 
     def level(self, index: int, number: int) -> _Read:
         return self.levels[number]
 
-    def read(self, layer: int, index: int, what: _Read) -> Payload:
+    def read(self, layer: int, index: int, what: _Read | Reading) -> Payload:
+        self.layer = layer
         return tuple(place.index_select(0, what.rows) for place in self._values(layer))
 
-    def add(self, layer: int, index: int, what: _Read, gradients: Payload) -> None:
+    def add(self, layer: int, index: int, what: _Read | Reading, gradients: Payload) -> None:
         for total, part in zip(self._sums(layer), gradients, strict=True):
             total.index_add_(0, what.rows, part.to(total.dtype))
 
@@ -398,11 +464,17 @@ class PlacedContext(SegmentContext):
     def of(cls, sheet: Sheet, arenas: PlacedArenas) -> PlacedContext:
         cache: Any = PlacedCache(sheet, arenas)
         own: Any = sheet.runs[0]
-        return cls(-1, sheet.form.inner, own, sheet.written, cache)
+        between: dict[tuple[str, int | None], Any] = {("spans", None): sheet.spans}
+        return cls(-1, sheet.form.inner, own, sheet.written, cache, between=between)
+
+    def known(self) -> AbstractContextManager[None]:
+        """See PlacedSpans."""
+        spans: PlacedSpans | None = self.between["spans", None]
+        return spans.known() if spans is not None else contextlib.nullcontext()
 
     @property
     def layer(self) -> int:
-        """The number of the payload of the layer that attended last."""
+        """The number of the payload of the layer that asked last."""
         return self.cache.layer  # type: ignore[attr-defined]
 
     @property

@@ -6,6 +6,7 @@ What is before the core of a layer's mixer (norm, projection, rotary embedding) 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -20,9 +21,9 @@ from megatron_prefix.features.graphs.capture import GraphCapture, Rehearsal
 from megatron_prefix.features.graphs.cut_layer import Core, CutLayer, Cuts, Sides
 from megatron_prefix.features.graphs.pieces import Piece, Used, stand_ins
 from megatron_prefix.features.graphs.placed import (
-    AttentionForm,
     PlacedArenas,
     PlacedContext,
+    PlacedForm,
     Sheet,
 )
 from megatron_prefix.layers.blocks.rotary import Rotary
@@ -39,28 +40,28 @@ class GraphForm(NamedTuple):
     Attributes:
         positions: on this rank.
         taps_mlps: whether MLPs run otherwise than by their forward (`Running.mlp_tap`).
-        attention: of attention inside of graphs; None: they are cut at it.
+        placed: of mixers inside of graphs; None: they are cut at their cores.
         chained: whether consecutive whole layers are one launch.
     """
 
     positions: int
     taps_mlps: bool = False
-    attention: AttentionForm | None = None
+    placed: PlacedForm | None = None
     chained: bool = False
 
     @property
     def num_keys(self) -> int:
         """Of ancestors, padding included."""
-        return sum(level.keys for level in self.attention.levels) if self.attention else 0
+        return sum(level.keys for level in self.placed.levels) if self.placed else 0
 
     def covers(self, other: GraphForm) -> bool:
         """Whether segments of another form can use this one's graphs: as many runs and keys, or
         some more that are empty."""
-        if self._replace(attention=None) != other._replace(attention=None):
+        if self._replace(placed=None) != other._replace(placed=None):
             return False
-        if self.attention is None or other.attention is None:
-            return self.attention is other.attention
-        return self.attention.covers(other.attention)
+        if self.placed is None or other.placed is None:
+            return self.placed is other.placed
+        return self.placed.covers(other.placed)
 
 
 class SegmentGraphs:
@@ -94,7 +95,7 @@ class SegmentGraphs:
     ) -> None:
         self.layers, self._owner, self._rotary = layers, owner, rotary
         self._arenas, self.form = arenas, GraphForm(most)
-        self._sheets: dict[AttentionForm, Sheet] = {}
+        self._sheets: dict[PlacedForm, Sheet] = {}
         self._context: PlacedContext | None = None
         self.at: CutLayer | None = None
         self.most, self._length, self.passes = most, most, passes
@@ -118,14 +119,10 @@ class SegmentGraphs:
 
     def begin(self, arguments: Mapping[str, Any], context: SegmentContext) -> None:
         """Copies a segment's rotary embeddings, the rows that its layers look up at its positions,
-        and what its attention sees, into the buffers that its graphs read."""
+        and what its mixers see, into the buffers that its graphs read."""
         positions = context.positions
-        if self.form.attention is not None:
-            sheet = self._sheets[self.form.attention]
-            written = None
-            if context.inner:
-                written = context.cache.map.positions.intervals[context.index]
-            sheet.of_segment(context, written, self._arenas.capacity)
+        if self.form.placed is not None:
+            self._sheets[self.form.placed].of_segment(context, self._arenas.capacity)
         if (turned := arguments.get(ROTARY)) is not None:
             self.place(ROTARY, turned).copy_(turned)
         for name in self._tables:
@@ -154,7 +151,8 @@ class SegmentGraphs:
         cuda.settle()
         start = time.perf_counter()
         inside = (module for layer in self.layers for module in layer.modules())
-        with cuda.apart(), stand_ins(inside) as self._owners:
+        known = self._context.known() if self._context else contextlib.nullcontext()
+        with cuda.apart(), known, stand_ins(inside) as self._owners:
             try:
                 self._rotary.placed = self._placed
                 for layer in self.layers:
@@ -189,8 +187,8 @@ class SegmentGraphs:
         return not layer.has_experts and (self.has_inside(layer) or not layer.mixes)
 
     def _blank(self, device: torch.device) -> PlacedContext | None:
-        """A segment of the form, as attention sees it while it is captured."""
-        form = self.form.attention
+        """A segment of the form, as mixers see it while it is captured."""
+        form = self.form.placed
         if form is None:
             return None
         sheet = self._sheets.setdefault(form, Sheet(form, device))
@@ -198,13 +196,13 @@ class SegmentGraphs:
         return PlacedContext.of(sheet, self._arenas)
 
     def has_inside(self, layer: CutLayer) -> bool:
-        """Whether a layer's attention is in its graphs."""
-        return self._context is not None and layer.attends
+        """Whether a layer's core is in its graphs."""
+        return self._context is not None and layer.inside is not None
 
-    def attended(self, run: Core, inputs: Sequence[Tensor]) -> Tensor:
-        """What core attention makes of what it is given, as of a segment of the form."""
+    def mixed(self, run: Core, inputs: Sequence[Tensor]) -> Tensor:
+        """What a core makes of what it is given, as of a segment of the form."""
         if self._context is None:
-            raise RuntimeError("graphs are cut at attention")
+            raise RuntimeError("graphs are cut at cores")
         with self._owner.attending(self._context):
             return run(*inputs, into=None)
 
@@ -266,20 +264,20 @@ class SegmentGraphs:
     ) -> Sides:
         """Captures the forward of a layer, in pieces, or of a chain, in one."""
         y = x = self.place(("hidden", layers[0].number), hidden).requires_grad_()
-        attends, capture = list[int](), GraphCapture(self, layers, x)
+        inside, capture = list[int](), GraphCapture(self, layers, x)
         self._owner.cut = capture
         capture.begin()
         try:
             for layer in layers:
                 self.at = layer
                 y = layer.captured(y, arguments)
-                if self._context is not None and layer.attends:
-                    attends.append(self._context.layer)
+                if self._context is not None and layer.inside:
+                    inside.append(self._context.layer)
             capture.end(y)
         except BaseException:
             capture.abandon()
             raise
-        return Sides(capture.pieces, capture.cores, attends)
+        return Sides(capture.pieces, capture.cores, inside)
 
     def uses(self, piece: Piece, usage: Used) -> None:
         """See Piece; while layers are captured."""

@@ -81,7 +81,7 @@ class DeltaSpans:
         boundary_rows = stock(edges)[:, before:].flatten(0, 1)
         if ends.kept is not None:
             boundary_rows = boundary_rows.index_select(0, ends.kept)
-        return overwritten(y, ends.places, boundary_rows)
+        return overwritten(y, ends.first, boundary_rows, ends.repeats)
 
     def _rule(self, *args: Any, **options: Any) -> Any:
         """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]; Megatron gives inputs
@@ -103,11 +103,9 @@ class DeltaSpans:
         options |= {
             "initial_state": states.state,
             "output_final_state": states.inner,
-            "cu_seqlens": states.spans.cu_seqlens,
+            **dict(zip(names, inputs, strict=True)),
         }
-        if self._takes_lengths:
-            options["cu_seqlens_cpu"] = states.spans.cu_seqlens_cpu
-        out, final = self._stock_rule(**dict(zip(names, inputs, strict=True)), **options)
+        out, final = states.spans.run(self._stock_rule, options, self._takes_lengths)
         return states.leave(out, final), None
 
     def _inputs(self, args: Sequence[Any], options: dict[str, Any]) -> list[Tensor]:

@@ -32,7 +32,7 @@ def with_some(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return pair
 
 
-def overwritten(y: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+def overwritten(y: Tensor, places: Tensor, rows: Tensor, repeats: Tensor | None) -> Tensor:
     """`y` with other rows in some places, in its own memory.
 
     Only for kernels that do not save what they return: flash-linear-attention's (0.4.2) and
@@ -41,8 +41,9 @@ def overwritten(y: Tensor, places: Tensor, rows: Tensor) -> Tensor:
 
     Args:
         y: what a kernel made, [1, positions, width].
-        places: int64 [number], all different.
+        places: int64 [number].
         rows: [number, width].
+        repeats: which places are there already, with the same row: it gets no gradient twice.
     """
 
     def write(y: Tensor, rows: Tensor) -> Tensor:
@@ -50,8 +51,11 @@ def overwritten(y: Tensor, places: Tensor, rows: Tensor) -> Tensor:
         return y.view_as(y)  # not `mark_dirty`: the first kernel returns a view, where that raises
 
     def pull(gradient: Tensor) -> tuple[Tensor, Tensor]:
+        of_rows = gradient[0].index_select(0, places)
+        if repeats is not None:
+            of_rows.masked_fill_(repeats.bool()[:, None], 0)
         # A copy: the gradient comes from Megatron's code.
-        return gradient.index_fill(1, places, 0), gradient[0].index_select(0, places)
+        return gradient.index_fill(1, places, 0), of_rows
 
     out: Tensor = with_backward(write, pull, y, rows)
     return out

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,17 +29,40 @@ class Edges(NamedTuple):
         first: the first `before` positions of every span, int64 [spans * before]; a shorter span
             repeats its last one.
         ends: `first`, then the same of the last positions; a shorter span repeats its first one.
-        places: `first` without what is repeated, int64.
-        kept: which of `first` these are, int64; None if all are.
+        kept: where in `first` the first of those is that are the same, int64 [spans * before]; None
+            if all differ.
+        repeats: which of `first` are there already, bool or int64 [spans * before]; None if none.
         tail: where, in (parent's tail, first, last) of every span side by side, the inputs are that
             the span leaves, int64 [spans * before]; None if all of them are the last ones.
     """
 
     first: Tensor
     ends: Tensor
-    places: Tensor
     kept: Tensor | None
+    repeats: Tensor | None
     tail: Tensor | None
+
+
+def edge_numbers(lengths: Sequence[int], before: int) -> tuple[np.ndarray, ...]:
+    """Numbers of `Edges` [spans * before]: of the first positions and the last, of `kept`,
+    `repeats` and `tail`. A span without positions repeats the first position of all, and leaves
+    what it got."""
+    sizes, offsets = np.asarray(lengths, np.int64)[:, None], np.arange(before)
+    numbers, starts = np.arange(len(sizes))[:, None], np.cumsum(sizes, 0) - sizes
+    inside, is_empty = np.minimum(offsets, sizes - 1), sizes == 0
+    first = np.where(is_empty, 0, starts + inside)
+    last = np.where(is_empty, 0, starts + np.maximum(sizes - before + offsets, 0))
+    kept = np.where(is_empty, 0, before * numbers + inside)
+    # A span shorter than `before` leaves what it got, moved by its length, then its own.
+    of_sides = np.where(sizes >= before, 2 * before + offsets, sizes + offsets)
+    tail = 3 * before * numbers + of_sides
+    return tuple(map(np.ravel, (first, last, kept, offsets >= sizes, tail)))
+
+
+def runs_of(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Of neighbours with one parent its row, and how many they are."""
+    grouped = [(row, len([*same])) for row, same in itertools.groupby(parents)]
+    return [row for row, _ in grouped], [number for _, number in grouped]
 
 
 class SpanBatch(NamedTuple):
@@ -99,18 +122,27 @@ class Spans:
     def cu_seqlens_cpu(self) -> Tensor:
         return torch.tensor(self._starts)
 
+    def run(
+        self, rule: Callable[..., Any], arguments: Mapping[str, Any], takes_lengths: bool
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """What a rule makes of all spans, and the states behind them if it gives them; on the
+        host `takes_lengths`."""
+        lengths = {"cu_seqlens_cpu": self.cu_seqlens_cpu} if takes_lengths else {}
+        made: tuple[Tensor, Tensor | None] = rule(
+            **arguments, **lengths, cu_seqlens=self.cu_seqlens
+        )
+        return made
+
     @functools.cached_property
     def reading(self) -> Reading:
         return Reading(self._on(self.parents))
 
     @functools.cached_property
-    def runs(self) -> tuple[int | Tensor, Tensor]:
-        """Neighbours with one parent: how many, one number where all have as many, and its row,
-        int64 [runs]."""
-        grouped = [(row, len([*same])) for row, same in itertools.groupby(self.parents)]
-        rows, numbers = zip(*grouped, strict=True)
-        same = numbers[0] if len({*numbers}) == 1 else self._on(numbers)
-        return same, self._on(rows)
+    def runs(self) -> tuple[Tensor | None, Tensor]:
+        """Neighbours with one parent: how many, None where each is alone, and its row, both int64
+        [runs]."""
+        rows, numbers = runs_of(self.parents)
+        return None if max(numbers) == 1 else self._on(numbers), self._on(rows)
 
     def edges(self, before: int) -> Edges:
         if before not in self._edges:
@@ -118,19 +150,11 @@ class Spans:
         return self._edges[before]
 
     def _find_edges(self, before: int) -> Edges:
-        lengths, starts = np.array(self.lengths)[:, None], np.array(self._starts[:-1])[:, None]
-        offsets = np.arange(before)
-        first = (starts + np.minimum(offsets, lengths - 1)).ravel()
-        last = (starts + np.maximum(lengths - before + offsets, 0)).ravel()
+        first, last, *numbers = edge_numbers(self.lengths, before)
         ends = self._on(np.concatenate([first, last]))
-        if lengths.min() >= before:
-            return Edges(ends[: len(first)], ends, ends[: len(first)], None, None)
-        kept = np.flatnonzero(offsets < lengths)
-        # A span shorter than `before` leaves what it got, moved by its length, then its own.
-        inside = np.where(lengths >= before, 2 * before + offsets, lengths + offsets)
-        tail = (3 * before * np.arange(len(lengths))[:, None] + inside).ravel()
-        places, *indices = map(self._on, (first[kept], kept, tail))
-        return Edges(ends[: len(first)], ends, places, *indices)
+        if min(self.lengths) >= before:
+            return Edges(ends[: len(first)], ends, None, None, None)
+        return Edges(ends[: len(first)], ends, *map(self._on, numbers))
 
     @functools.cached_property
     def _numbers(self) -> list[list[int]]:

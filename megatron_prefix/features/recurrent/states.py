@@ -147,12 +147,11 @@ def _leave(out: Tensor, state: Tensor, tail: Tensor, context: SegmentContext, la
     return output
 
 
-def summed(gradient: Tensor, numbers: int | Tensor) -> Tensor:
-    """Sums of neighbours, in fp32 or wider and always in one order: [runs, ...]; runs of one as
-    they are."""
-    if isinstance(numbers, int):
-        runs = gradient.unflatten(0, (-1, numbers))
-        return runs.sum(1, dtype=wider(gradient.dtype)) if numbers > 1 else runs.squeeze(1)
+def summed(gradient: Tensor, numbers: Tensor | None) -> Tensor:
+    """Sums of neighbours, in fp32 or wider and always in one order: [runs, ...]; None: each is
+    alone."""
+    if numbers is None:
+        return gradient
     # Not checked: that would make the host wait.
     flat = gradient.flatten(1).to(wider(gradient.dtype))
     summed = torch.segment_reduce(flat, "sum", lengths=numbers, axis=0, unsafe=True)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_prefix.features.graphs import choice, cuda, cut_layer, layers, part
 from megatron_prefix.features.graphs.pieces import Piece
-from megatron_prefix.features.graphs.placed import SPARE, AttentionForm, LevelForm
+from megatron_prefix.features.graphs.placed import SPARE, LevelForm, PlacedForm, SpanForm
 from megatron_prefix.features.graphs.segment_graphs import GraphForm, SegmentGraphs
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.data.generate import generate
@@ -18,6 +18,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.verify import align
 from megatron_prefix.plan.memory import Footprint, StageBytes
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree.payload_map import Form
 from tests.core.features.graphs.test_graphs import config, made, shared_step, steps
 from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import small_model
@@ -107,7 +108,7 @@ def test_pieces_save_what_their_layers_do(name, monkeypatch):
 @pytest.mark.usefixtures("recorded_graphs")
 def test_attention_writes_where_the_next_piece_reads(name, monkeypatch):
     """What it saves of its output is there, and nowhere else; hidden states are there already."""
-    monkeypatch.setattr(cut_layer, "may_be_inside", lambda _: False)  # as with windows
+    monkeypatch.setattr(cut_layer, "inside_form", lambda _: None)  # as with windows
     there, run = [], Piece.run_forward
 
     def noted(piece, given):
@@ -124,7 +125,7 @@ def test_attention_writes_where_the_next_piece_reads(name, monkeypatch):
 def test_pieces_of_the_longest_segment_copy_little(monkeypatch):
     """What they compute is its own place, but for values that are cut from a projection, and for
     latents and what shared experts make, which have one place for all layers."""
-    monkeypatch.setattr(cut_layer, "may_be_inside", lambda _: False)  # as with CP
+    monkeypatch.setattr(cut_layer, "inside_form", lambda _: None)  # as with CP
     copies, capture = [], SegmentGraphs.capture
 
     def captured(sets, form, hidden, given):
@@ -160,7 +161,7 @@ def test_waves_of_all_lengths_share_a_set():
     for seed in range(4):
         align.run_step(schedule, [model], align.microbatches(groups, seed), optimize=False)
     sets = [graphs.made for graphs in made(model).sets]
-    waves = [{form.positions for form in forms if not form.attention.inner} for forms in sets]
+    waves = [{form.positions for form in forms if not form.placed.inner} for forms in sets]
     assert max(map(len, waves)) > 1 and sum(map(bool, waves)) == 1, sets
 
 
@@ -233,7 +234,7 @@ def test_places_are_counted_once(monkeypatch):
     here = [sizes[id(one)] for one in made(model).sets]
     of_arenas = made(model).arenas.device_bytes
     assert made(model).device_bytes - of_arenas == sum(sum(one.values()) for one in here) > 0
-    rows = made(model).arenas.capacity + SPARE
+    rows = made(model).arenas.capacity[Form.POSITIONS] + SPARE[Form.POSITIONS]
     assert of_arenas == rows * LAYERS * 2 * 2 * 2 * 16 * 8  # K, V and gradients, fp64
 
 
@@ -336,17 +337,20 @@ def test_lengths_that_come_again_are_captured_once():
 
 def test_graphs_serve_segments_with_fewer_runs_and_keys():
     level = LevelForm(4, 512)
-    form = GraphForm(64, attention=AttentionForm(64, False, 8, (level,)))
+    form = GraphForm(64, placed=PlacedForm(64, False, 8, (level,)))
 
     def other(**changes):
-        return form._replace(attention=form.attention._replace(**changes))
+        return form._replace(placed=form.placed._replace(**changes))
 
     served = [other(), other(runs=2), other(levels=(LevelForm(1, 384),))]
     not_served = [
         other(runs=16), other(inner=True), other(positions=32), other(levels=()),
         other(levels=(LevelForm(8, 512),)), other(levels=(LevelForm(4, 640),)),
-        other(levels=(LevelForm(4, 256),)), form._replace(attention=None),
+        other(levels=(LevelForm(4, 256),)), form._replace(placed=None),
         form._replace(positions=32), form._replace(taps_mlps=True), form._replace(chained=True),
     ]  # fmt: skip
     assert all(map(form.covers, served)) and not any(map(form.covers, not_served))
-    assert form._replace(attention=None).covers(form._replace(attention=None))
+    assert form._replace(placed=None).covers(form._replace(placed=None))
+    covered = [(few, most) for few, most in [(2, 8), (12, 16), (8, 12), (10, 16), (9, 8)]
+               if SpanForm(most, 3).covers(SpanForm(few, 3))]  # fmt: skip
+    assert covered == [(2, 8), (12, 16), (8, 12)] and SpanForm.of(9, 3) == (10, 3)

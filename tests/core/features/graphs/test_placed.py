@@ -7,7 +7,7 @@ import torch
 
 from megatron_prefix import PrefixSchedule
 from megatron_prefix.features.graphs import layers, placed
-from megatron_prefix.features.graphs.kinds import may_be_inside
+from megatron_prefix.features.graphs.kinds import inside_form
 from megatron_prefix.features.graphs.part import Graphs
 from megatron_prefix.features.graphs.placed_runs import PlacedKernel, PlacedRuns
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
@@ -23,7 +23,7 @@ from tests.harness.one_rank import small_model
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
-CPU = torch.device("cpu")
+CPU, SPARE = torch.device("cpu"), placed.SPARE[Form.POSITIONS]
 WAVE = Level((Run(2, 5, 10, 14), Run(5, 6, 20, 27)))
 """Of eight queries three see the keys from 10 to 14, and one those from 20 to 27."""
 
@@ -50,37 +50,37 @@ def test_every_query_is_in_a_run():
 
 def test_a_sheet_says_where_a_segment_lies():
     """Rows that its form has more than it are spare ones."""
-    form = placed.AttentionForm(8, True, 2, (placed.LevelForm(4, 16),))
+    form = placed.PlacedForm(8, True, 2, (placed.LevelForm(4, 16),))
     sheet = placed.Sheet(form, CPU)
-    cache = SimpleNamespace(map=SimpleNamespace(levels=[[WAVE]]))
-    context = SimpleNamespace(runs=Runs.own((3, 5)), cache=cache, index=0)
-    sheet.of_segment(context, slice(40, 48), spare=100)
+    planned = SimpleNamespace(levels=[[WAVE]], positions=RowMap(48, (slice(40, 48),), ((),)))
+    context = SimpleNamespace(runs=Runs.own((3, 5)), cache=SimpleNamespace(map=planned), index=0)
+    sheet.of_segment(context, {Form.POSITIONS: 100})
     assert sheet.runs[0].queries.tolist() == [0, 3, 8]
     assert sheet.runs[1].queries.tolist() == [0, 2, 5, 6, 8]
     assert sheet.runs[1].keys.tolist() == [0, 0, 4, 11, 11]
     assert sheet.levels[0].tolist() == [*range(10, 14), *range(20, 27), *range(100, 105)]
     assert sheet.written.tolist() == [*range(40, 48)]
-    sheet.of_none(spare=100)
+    sheet.of_none({Form.POSITIONS: 100})
     assert {*sheet.levels[0].tolist(), *sheet.written.tolist()} == {*range(100, 116)}
     assert sheet.runs[1].keys.tolist() == [0, 16, 16, 16, 16]
 
 
 def arena_of(places, num):
     rows = RowMap(num, ((slice(0, 4)), slice(2, 6), None), ((), (), ()))
-    return places.begin([Form.POSITIONS], num).arena(0, rows, DeviceBytes())
+    return places.begin([Form.POSITIONS], {Form.POSITIONS: num}).arena(0, rows, DeviceBytes())
 
 
 def test_arenas_stay_where_they_are_until_they_are_too_short():
     places, payload, addresses = placed.PlacedArenas(), (torch.ones(4, 2, 8),) * 2, []
-    for num in (6, 4, placed.SPARE + 1):
+    for num in (6, 4, SPARE + 1):
         arena = arena_of(places, num)
         arena.write(0, payload)
         addresses.append(arena.values[0].data_ptr())
         assert all(len(tensor) == num for tensor in arena.values)
         arena.drop()
     assert addresses[0] == addresses[1] and places.changes == 2
-    assert places.capacity == 2 * placed.SPARE
-    assert places.device_bytes == 2 * 3 * placed.SPARE * 2 * 8 * 4
+    assert places.capacity[Form.POSITIONS] == 2 * SPARE
+    assert places.device_bytes == 2 * 3 * SPARE * 2 * 8 * 4
 
 
 def test_payloads_of_another_dtype_have_places_of_their_own():
@@ -105,9 +105,9 @@ def test_cores_with_quantisers_run_outside():
     """A trainer may turn them off between two steps."""
     core = SimpleNamespace()
     mixer = Part(Attention(), SimpleNamespace(core_attention=core))
-    assert may_be_inside(mixer)
+    assert inside_form(mixer)
     core.q_bmm_quantizer = None
-    assert not may_be_inside(mixer) and not may_be_inside(Part(None))
+    assert not inside_form(mixer) and not inside_form(Part(None))
 
 
 def test_gradients_of_an_earlier_segment_are_zeroed():
@@ -197,7 +197,8 @@ def test_layers_rehearse_without_what_is_nobodys(monkeypatch):
 
     def checked(sets, *arguments):
         arenas = sets._arenas
-        rows = [place[arenas.capacity :] for places in arenas.sums.values() for place in places]
+        first = arenas.capacity[Form.POSITIONS]
+        rows = [place[first:] for places in arenas.sums.values() for place in places]
         spare.extend(rows.isfinite().all() for rows in rows)
         rehearse(sets, *arguments)
 

@@ -76,7 +76,7 @@ def test_gradients_of_batches():
 
 def test_an_overwritten_output_that_its_kernel_needs_is_an_error():
     y = random(1, 5, WIDTH).exp()  # saves what it returns
-    changed = moves.overwritten(y, torch.tensor([1]), random(1, WIDTH))
+    changed = moves.overwritten(y, torch.tensor([1]), random(1, WIDTH), None)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         changed.sum().backward()
 
