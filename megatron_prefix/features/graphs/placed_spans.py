@@ -110,11 +110,10 @@ class PlacedSpans:
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """See Spans. Kernels get a new view each time, or they would remember what they have made
         of numbers that have changed since."""
+        if not self._numbers.is_cuda:
+            return self._run_masked(rule, {**arguments, "cu_seqlens": None})
         made: tuple[Tensor, Tensor | None]
-        if self._numbers.is_cuda:
-            made = rule(**arguments, cu_seqlens=self._starts.view(-1))
-        else:
-            made = self._run_masked(rule, arguments)
+        made = rule(**{**arguments, "cu_seqlens": self._starts.view(-1)})
         return made
 
     def _run_masked(

@@ -127,10 +127,10 @@ class Spans:
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """What a rule makes of all spans, and the states behind them if it gives them; on the
         host `takes_lengths`."""
-        lengths = {"cu_seqlens_cpu": self.cu_seqlens_cpu} if takes_lengths else {}
-        made: tuple[Tensor, Tensor | None] = rule(
-            **arguments, **lengths, cu_seqlens=self.cu_seqlens
-        )
+        lengths = {"cu_seqlens": self.cu_seqlens}
+        if takes_lengths:
+            lengths["cu_seqlens_cpu"] = self.cu_seqlens_cpu
+        made: tuple[Tensor, Tensor | None] = rule(**{**arguments, **lengths})
         return made
 
     @functools.cached_property
