@@ -26,7 +26,8 @@ from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.features.graphs.inside import Inside, hooks_of
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
-from megatron_prefix.features.graphs.placed import PlacedArenas, PlacedForm
+from megatron_prefix.features.graphs.placed import PlacedForm
+from megatron_prefix.features.graphs.placed_arenas import PlacedArenas
 from megatron_prefix.features.graphs.placed_runs import PlacedKernel, most_runs
 from megatron_prefix.features.graphs.segment_graphs import ROTARY, GraphForm, SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Override, Part, Running

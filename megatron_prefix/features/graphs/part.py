@@ -22,7 +22,7 @@ from megatron_prefix.features.graphs.choice import (
     with_graphs,
 )
 from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
-from megatron_prefix.features.graphs.placed import PlacedArenas
+from megatron_prefix.features.graphs.placed_arenas import PlacedArenas
 from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.layers import table
 from megatron_prefix.layers.model import layers_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -21,27 +21,24 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.transfer import to_device
+from megatron_prefix.features.graphs.placed_arenas import (
+    SPARE,
+    PlacedArenas,
+    interval_of,
+    power,
+    stepped,
+)
 from megatron_prefix.features.graphs.placed_runs import PlacedRuns
 from megatron_prefix.features.graphs.placed_spans import PlacedSpans
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.arena import (
-    Arena,
-    DeviceBytes,
     KeyValue,
     Payload,
-    Reading,
-    wider,
     with_returned,
 )
 from megatron_prefix.sidecar.cache import SegmentState
 from megatron_prefix.tree.payload_map import Form, Level, RowMap
 
-SPARE = {Form.POSITIONS: 128, Form.SPANS: 1}
-"""Rows behind those of an arena, of zeros: who has fewer keys, or spans, than its form reads them,
-and adds zeros to their gradients, which captures read. Several, where rows are small, as additions
-to one row wait for one another."""
-STEPS = 4
-"""Numbers of rows that forms have between two powers of two."""
 FEW_SPANS = 8
 """The spans of a segment that its graphs may have in any case."""
 
@@ -65,7 +62,7 @@ class SpanForm(NamedTuple):
     @classmethod
     def of(cls, number: int, before: int) -> SpanForm:
         """Of a segment with a number of spans."""
-        return cls(_power(number) if number <= FEW_SPANS else _stepped(number, 1), before)
+        return cls(power(number) if number <= FEW_SPANS else stepped(number, 1), before)
 
     def covers(self, other: SpanForm) -> bool:
         """See PlacedForm."""
@@ -103,10 +100,10 @@ class PlacedForm(NamedTuple):
         positions, levels = sum(own.queries), []
         for level in context.cache.map.levels[context.index]:
             runs, keys = len(runs_of(level, positions)), sum(level.keys)
-            levels.append(LevelForm(_power(runs), _stepped(keys, SPARE[Form.POSITIONS])))
+            levels.append(LevelForm(power(runs), stepped(keys, SPARE[Form.POSITIONS])))
         number = len(context.cache.map.lengths[context.index])
         spans = SpanForm.of(number, before) if before else None
-        form = cls(positions, context.inner, _power(len(own.queries)), tuple(levels), spans)
+        form = cls(positions, context.inner, power(len(own.queries)), tuple(levels), spans)
         fits = max([form.runs, *(level.runs for level in levels)]) <= most_runs
         return form if fits else None
 
@@ -123,16 +120,6 @@ class PlacedForm(NamedTuple):
             level.runs >= needed.runs and needed.keys <= level.keys <= MORE_ROWS * needed.keys
             for level, needed in zip(self.levels, other.levels, strict=True)
         )
-
-
-def _power(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
-
-
-def _stepped(number: int, least: int) -> int:
-    """So many or more, of few values, in steps of `least` or more."""
-    step = max(least, _power(number) // (2 * STEPS))
-    return -(-number // step) * step
 
 
 def runs_of(level: Level, positions: int) -> list[tuple[int, int]]:
@@ -196,7 +183,7 @@ class Sheet:
         self.fill([*starts, *rows])
         if self.spans is not None:
             of_spans = planned.lengths[index], planned.parents[index]
-            written = _interval(planned.spans, index) if form.inner else ()
+            written = [*_interval(planned.spans, index)] if form.inner else []
             self.spans.of_segment(*of_spans, written, spares[Form.SPANS])
 
     def of_none(self, spares: Mapping[Form, int]) -> None:
@@ -210,11 +197,7 @@ class Sheet:
         self.fill([*starts, *rows])
         if self.spans is not None:
             of_span = [form.positions], [spares[Form.SPANS]]
-            self.spans.of_segment(*of_span, (), spares[Form.SPANS])
-
-
-def _numbers(rows: Tensor) -> tuple[torch.dtype, torch.Size]:
-    return rows.dtype, rows.shape[1:]
+            self.spans.of_segment(*of_span, [], spares[Form.SPANS])
 
 
 def _pairs(items: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -234,135 +217,6 @@ def _spare(num: int, first: int) -> np.ndarray:
 def _interval(rows: RowMap, index: int) -> np.ndarray:
     interval = interval_of(rows, index)
     return np.arange(interval.start, interval.stop)
-
-
-def interval_of(rows: RowMap, index: int) -> slice:
-    """The rows of an inner segment."""
-    interval = rows.intervals[index]
-    if interval is None:
-        raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
-    return interval
-
-
-class PlacedArenas:
-    """Arenas of one model chunk that keep their places from step to step; see LayerArenas.
-
-    Attributes:
-        values, sums: of each layer, [capacity + SPARE, ...]; empty before its first payload.
-        capacity: by form of payload, rows without the spare ones.
-        changes: how often other places had to be made.
-        layers: those of the step that runs.
-        forms: of all layers that have places, by their numbers.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[int, list[Tensor]] = {}
-        self.sums: dict[int, list[Tensor]] = {}
-        self.layers: dict[int, PlacedArena] = {}
-        self.capacity, self.changes = dict.fromkeys(SPARE, 0), 0
-        self.forms: dict[int, Form] = {}
-
-    def begin(self, forms: Sequence[Form], rows: Mapping[Form, int]) -> PlacedArenas:
-        """Before an attempt with layers of these forms; those have places of which `rows` says how
-        many there are."""
-        self.forms = {n: form for n, form in enumerate(forms) if form in rows}
-        self.layers.clear()
-        if any(number > self.capacity[form] for form, number in rows.items()):
-            before = self.capacity
-            self.give_back()
-            for form, number in rows.items():
-                self.capacity[form] = max(before[form], _stepped(number, SPARE[form]))
-        return self
-
-    def give_back(self) -> None:
-        """Frees all places."""
-        self.values, self.sums = {}, {}
-        self.capacity, self.changes = dict.fromkeys(SPARE, 0), self.changes + 1
-
-    def __contains__(self, layer: int) -> bool:
-        return layer in self.forms
-
-    def near(self, layer: int, backward: bool) -> int | None:
-        return None
-
-    def arena(self, layer: int, rows: RowMap, device_bytes: DeviceBytes) -> Arena:
-        self.layers[layer] = PlacedArena(rows, device_bytes, self, layer)
-        return self.layers[layer]
-
-    def clear(self) -> None:
-        self.layers.clear()
-
-    def placed(self, layer: int, likes: Sequence[Tensor], *, sums: bool) -> list[Tensor]:
-        """The places of a layer's payloads, or of their gradients; made like payloads `likes`."""
-        places, first = self.sums if sums else self.values, self.capacity[self.forms[layer]]
-        made = [
-            like.new_empty((0, *like.shape[1:]), dtype=wider(like.dtype) if sums else like.dtype)
-            for like in likes
-        ]
-        there = places.get(layer)
-        if there is None or [*map(_numbers, there)] != [*map(_numbers, made)]:
-            self.changes += there is not None
-            num = first + SPARE[self.forms[layer]]
-            places[layer] = [like.new_empty((num, *like.shape[1:])) for like in made]
-            for place in places[layer]:
-                place[first:].zero_()
-        return places[layer]
-
-    @property
-    def device_bytes(self) -> int:
-        """Of all places."""
-        lists = (*self.values.values(), *self.sums.values())
-        return sum(place.nbytes for places in lists for place in places)
-
-
-class PlacedArena(Arena):
-    """One of them, in one step."""
-
-    def __init__(
-        self, rows: RowMap, device_bytes: DeviceBytes, owner: PlacedArenas, layer: int
-    ) -> None:
-        super().__init__(rows, device_bytes)
-        self._owner, self._layer, self._written = owner, layer, 0
-
-    def enter(self, context: SegmentContext) -> None:
-        """Before a graph runs a segment in its layer."""
-        is_read = bool(context.num_levels or self.rows.zeros)
-        if is_read or context.inner:
-            if not self.values:
-                self.allocate(self._owner.values[self._layer])
-            self.reuse_sums()
-
-    def reuse(self, index: int) -> None:
-        """Before a graph writes a segment's payload."""
-        rows = interval_of(self.rows, index)
-        if rows.start < self._written:  # of an earlier segment
-            for total in self.sums:
-                total[rows].zero_()
-        self._written = max(self._written, rows.stop)
-
-    def write(self, index: int, payload: Payload) -> None:
-        super().write(index, payload)
-        self._written = max(self._written, interval_of(self.rows, index).stop)
-
-    def add(self, visible: Collection[int], what: Any, gradients: Payload) -> None:
-        self.reuse_sums()
-        super().add(visible, what, gradients)
-
-    def reuse_sums(self) -> None:
-        """Before gradients are added."""
-        if not self.sums:
-            self.allocate(self.values, sums=True)
-
-    def allocate(self, likes: Sequence[Tensor], *, sums: bool = False) -> None:
-        places = self._owner.placed(self._layer, likes, sums=sums)
-        tensors = [place[: self.rows.length] for place in places]
-        self._device_bytes.add(sum(tensor.nbytes for tensor in tensors))
-        if sums:
-            self.sums = [tensor.zero_() for tensor in tensors]
-        else:
-            self.values, self.width = tensors, tensors[0].shape[-1]
-            for tensor in tensors:
-                tensor[: self.rows.zeros].zero_()
 
 
 class _Read(NamedTuple):
@@ -424,18 +278,18 @@ class PlacedCache:
         return tuple(place.index_select(0, written) for place in self._values(layer))
 
     def _written(self, layer: int) -> Tensor:
-        spans = self._sheet.spans
-        is_of_spans = spans is not None and self._arenas.forms[layer] == Form.SPANS
-        return spans.written if is_of_spans else self._sheet.written
+        if self._sheet.spans is not None and self._arenas.forms[layer] == Form.SPANS:
+            return self._sheet.spans.written
+        return self._sheet.written
 
     def level(self, index: int, number: int) -> _Read:
         return self.levels[number]
 
-    def read(self, layer: int, index: int, what: _Read | Reading) -> Payload:
+    def read(self, layer: int, index: int, what: Any) -> Payload:
         self.layer = layer
         return tuple(place.index_select(0, what.rows) for place in self._values(layer))
 
-    def add(self, layer: int, index: int, what: _Read | Reading, gradients: Payload) -> None:
+    def add(self, layer: int, index: int, what: Any, gradients: Payload) -> None:
         for total, part in zip(self._sums(layer), gradients, strict=True):
             total.index_add_(0, what.rows, part.to(total.dtype))
 

@@ -20,12 +20,8 @@ from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.capture import GraphCapture, Rehearsal
 from megatron_prefix.features.graphs.cut_layer import Core, CutLayer, Cuts, Sides
 from megatron_prefix.features.graphs.pieces import Piece, Used, stand_ins
-from megatron_prefix.features.graphs.placed import (
-    PlacedArenas,
-    PlacedContext,
-    PlacedForm,
-    Sheet,
-)
+from megatron_prefix.features.graphs.placed import PlacedContext, PlacedForm, Sheet
+from megatron_prefix.features.graphs.placed_arenas import PlacedArenas
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.segment import SegmentContext
 

@@ -43,7 +43,7 @@ class Edges(NamedTuple):
     tail: Tensor | None
 
 
-def edge_numbers(lengths: Sequence[int], before: int) -> tuple[np.ndarray, ...]:
+def edge_numbers(lengths: Sequence[int] | np.ndarray, before: int) -> tuple[np.ndarray, ...]:
     """Numbers of `Edges` [spans * before]: of the first positions and the last, of `kept`,
     `repeats` and `tail`. A span without positions repeats the first position of all, and leaves
     what it got."""

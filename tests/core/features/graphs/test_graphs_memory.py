@@ -10,7 +10,8 @@ import torch
 
 from megatron_prefix.features.graphs import choice, cuda, cut_layer, layers, part
 from megatron_prefix.features.graphs.pieces import Piece
-from megatron_prefix.features.graphs.placed import SPARE, LevelForm, PlacedForm, SpanForm
+from megatron_prefix.features.graphs.placed import LevelForm, PlacedForm, SpanForm
+from megatron_prefix.features.graphs.placed_arenas import SPARE
 from megatron_prefix.features.graphs.segment_graphs import GraphForm, SegmentGraphs
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.data.generate import generate

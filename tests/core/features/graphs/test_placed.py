@@ -1,16 +1,21 @@
 """Attention inside of graphs: lengths and rows on the device."""
 
-from types import SimpleNamespace
+import sys
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_prefix import PrefixSchedule
-from megatron_prefix.features.graphs import layers, placed
+from megatron_prefix.features.graphs import layers, placed, placed_spans
 from megatron_prefix.features.graphs.kinds import inside_form
 from megatron_prefix.features.graphs.part import Graphs
+from megatron_prefix.features.graphs.pieces import CannotCaptureError
+from megatron_prefix.features.graphs.placed_arenas import SPARE, PlacedArenas
 from megatron_prefix.features.graphs.placed_runs import PlacedKernel, PlacedRuns
+from megatron_prefix.features.graphs.placed_spans import PlacedSpans
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
+from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.blocks.interface import Runs
@@ -19,11 +24,12 @@ from megatron_prefix.layers.kind import Part
 from megatron_prefix.sidecar.arena import DeviceBytes
 from megatron_prefix.tree.payload_map import Form, Level, RowMap, Run
 from tests.core.features.graphs.test_graphs import config, made, same, shared_step, steps, without
+from tests.harness.hybrid import GDN, gated_delta
 from tests.harness.one_rank import small_model
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
-CPU, SPARE = torch.device("cpu"), placed.SPARE[Form.POSITIONS]
+CPU, FEW = torch.device("cpu"), SPARE[Form.POSITIONS]
 WAVE = Level((Run(2, 5, 10, 14), Run(5, 6, 20, 27)))
 """Of eight queries three see the keys from 10 to 14, and one those from 20 to 27."""
 
@@ -65,27 +71,91 @@ def test_a_sheet_says_where_a_segment_lies():
     assert sheet.runs[1].keys.tolist() == [0, 16, 16, 16, 16]
 
 
+def of_spans(lengths, parents, written=()):
+    spans = PlacedSpans(4, 3, 160, CPU)
+    spans.of_segment(lengths, parents, written, spare=9)
+    return spans
+
+
+def test_spans_of_a_sheet_are_those_of_its_segment():
+    """Those that are missing are empty, and begin and end with the spare row."""
+    lengths, parents = [2, 88, 70], [5, 0, 0]
+    spans, plain = of_spans(lengths, parents, [6, 7, 8]), Spans(lengths, parents, CPU)
+    assert spans._starts.tolist() == [*plain.cu_seqlens.tolist(), 160]
+    assert spans.reading.rows.tolist() == [*parents, 9]
+    assert [part.tolist() for part in spans.runs] == [[1, 2, 0, 0], [5, 0, 9, 9]]
+    assert spans.written.tolist() == [6, 7, 8, 9]
+    ours, theirs = spans.edges(3), plain.edges(3)
+    for name in ("first", "kept", "repeats", "tail"):
+        own = getattr(ours, name).tolist()
+        assert own[:9] == [*map(int, getattr(theirs, name))], name
+    assert ours.first[9:].tolist() == ours.kept[9:].tolist() == [0] * 3 and ours.repeats[9:].all()
+    assert ours.ends[12:21].tolist() == theirs.ends[9:].tolist()
+    assert ours.tail[9:].tolist() == [27, 28, 29]  # what its parent has left
+    with pytest.raises(CannotCaptureError, match="several widths"):
+        spans.edges(4)
+
+
+def test_chunks_of_a_sheet_are_those_of_its_spans():
+    """What is missing is behind the end of the last."""
+    spans = of_spans([2, 88, 70], [0, 0, 0])
+    assert spans._offsets.tolist() == [0, 1, 3, 5, 5]
+    chunks = spans._chunks.tolist()
+    assert chunks == [[0, 0], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0]]
+
+
+def test_rules_have_chunks_of_the_spans_that_are_captured(monkeypatch):
+    """Of these alone; and no longer than that."""
+    spans, others = of_spans([160], [0]), torch.tensor([0, 4])
+    module, stock = ModuleType("fla.ops.rule"), lambda lengths, size: "stock"
+    module.prepare_chunk_indices = module.prepare_chunk_offsets = stock
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with spans.known():
+        assert module.prepare_chunk_indices(spans._starts.view(-1), 64) is spans._chunks
+        assert module.prepare_chunk_offsets(spans._starts.view(-1), 64) is spans._offsets
+        assert module.prepare_chunk_indices(others, 64) == "stock"
+        with pytest.raises(CannotCaptureError, match="32 positions"):
+            module.prepare_chunk_indices(spans._starts, 32)
+    assert module.prepare_chunk_indices is module.prepare_chunk_offsets is stock
+
+
+def test_rules_of_others_run_outside():
+    """On a GPU; they may read lengths on the host."""
+    device = SimpleNamespace(type="cuda")
+    weight = SimpleNamespace(device=device)
+
+    class Layer:
+        conv1d = SimpleNamespace(weight=weight)
+
+        def forward(self): ...
+
+    for module, is_known in (("fla.ops.gated_delta_rule.chunk", True), ("trainer.rules", False)):
+        rule = SimpleNamespace(__module__=module)
+        Layer.forward = FunctionType(Layer.forward.__code__, {"chunk_gated_delta_rule": rule})
+        assert placed_spans.has_known_chunks(Layer()) is is_known
+
+
 def arena_of(places, num):
     rows = RowMap(num, ((slice(0, 4)), slice(2, 6), None), ((), (), ()))
     return places.begin([Form.POSITIONS], {Form.POSITIONS: num}).arena(0, rows, DeviceBytes())
 
 
 def test_arenas_stay_where_they_are_until_they_are_too_short():
-    places, payload, addresses = placed.PlacedArenas(), (torch.ones(4, 2, 8),) * 2, []
-    for num in (6, 4, SPARE + 1):
+    places, payload, addresses = PlacedArenas(), (torch.ones(4, 2, 8),) * 2, []
+    for num in (6, 4, FEW + 1):
         arena = arena_of(places, num)
         arena.write(0, payload)
         addresses.append(arena.values[0].data_ptr())
         assert all(len(tensor) == num for tensor in arena.values)
         arena.drop()
     assert addresses[0] == addresses[1] and places.changes == 2
-    assert places.capacity[Form.POSITIONS] == 2 * SPARE
-    assert places.device_bytes == 2 * 3 * SPARE * 2 * 8 * 4
+    assert places.capacity[Form.POSITIONS] == 2 * FEW
+    assert places.device_bytes == 2 * 3 * FEW * 2 * 8 * 4
 
 
 def test_payloads_of_another_dtype_have_places_of_their_own():
     """A copy would round them without a word."""
-    places, payload = placed.PlacedArenas(), (torch.ones(4, 2, 8),) * 2
+    places, payload = PlacedArenas(), (torch.ones(4, 2, 8),) * 2
     for dtype in (torch.float32, torch.float64):
         arena = arena_of(places, 6)
         arena.write(0, tuple(part.to(dtype) for part in payload))
@@ -111,7 +181,7 @@ def test_cores_with_quantisers_run_outside():
 
 
 def test_gradients_of_an_earlier_segment_are_zeroed():
-    places = placed.PlacedArenas()
+    places = PlacedArenas()
     arena = arena_of(places, 6)
     arena.write(0, (torch.ones(4, 2, 8),) * 2)
     arena.reuse_sums()
@@ -138,11 +208,11 @@ def _passed_on(monkeypatch, model, module):
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-@pytest.mark.parametrize(("what", "launches"), [("nothing", 1), ("hook", 2), ("block", 2)])
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-deepseek"])
-def test_whole_layers_are_one_launch(name, what, launches, monkeypatch):
+@pytest.mark.parametrize("what", ["nothing", "hook", "block"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-deepseek", GDN])
+def test_whole_layers_are_one_launch(name, what, monkeypatch):
     """Unless somebody looks at, or changes, what they give each other."""
-    spec = {"num_layers": 3, "num_moe_experts": None}
+    spec = gated_delta(3) if name == GDN else {"num_layers": 3, "num_moe_experts": None}
     model, twin = small_model(name, spec=spec), small_model(name, spec=spec)
     for either in (model, twin):
         first = unwrap(either).decoder.layers[0]
@@ -153,7 +223,7 @@ def test_whole_layers_are_one_launch(name, what, launches, monkeypatch):
     same(steps(model, config(), 3), without(twin, config(), 3))
     forms = [form for sets in made(model).sets for form in sets.made.values()]
     pieces = [[side for side in form.values() if side.pieces] for form in forms]
-    assert forms and {*map(len, pieces)} == {launches}
+    assert forms and {*map(len, pieces)} == {1 if what == "nothing" else len(made(model).layers)}
 
 
 @pytest.mark.usefixtures("recorded_graphs")
