@@ -391,8 +391,8 @@ _GRAPHS = (
     _graphs(
         "graphs-with-fewer-keys",
         "features/graphs/placed.py",
-        "level.runs >= needed.runs and needed.keys <= level.keys <= MORE_KEYS * needed.keys",
-        "level.runs >= needed.runs and level.keys <= MORE_KEYS * needed.keys",
+        "level.runs >= needed.runs and needed.keys <= level.keys <= MORE_ROWS * needed.keys",
+        "level.runs >= needed.runs and level.keys <= MORE_ROWS * needed.keys",
         _G_MEMORY,
     ),
     _graphs(
@@ -405,9 +405,30 @@ _GRAPHS = (
     _graphs(
         "latents-without-their-descendants",
         "features/graphs/placed.py",
-        "return tuple(place.index_select(0, self._sheet.written) for place in self._sums(layer))",
-        "return tuple(0 * p.index_select(0, self._sheet.written) for p in self._sums(layer))",
+        "return tuple(place.index_select(0, written) for place in self._sums(layer))",
+        "return tuple(0 * place.index_select(0, written) for place in self._sums(layer))",
         _G_ROWS,
+    ),
+    _graphs(
+        "states-where-keys-are-written",
+        "features/graphs/placed.py",
+        "            return self._sheet.spans.written\n",
+        "            return self._sheet.written[: len(self._sheet.spans)]\n",
+        _G_ROWS,
+    ),
+    _graphs(
+        "rows-that-are-there-twice-count-twice",
+        "features/recurrent/moves.py",
+        "of_rows.masked_fill_(repeats.bool()[:, None], 0)",
+        "pass",
+        "tests/core/features/recurrent/test_states.py",
+    ),
+    _graphs(
+        "missing-spans-are-their-parents-children",
+        "features/graphs/placed_spans.py",
+        "self._padded(numbers, 0)",
+        "self._padded(numbers, 1)",
+        _G_PLACED,
     ),
     _graphs(
         "first-gradient-is-written-first",

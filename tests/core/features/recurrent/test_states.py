@@ -117,6 +117,10 @@ def test_a_span_is_convolved_as_if_it_were_alone(lengths, inner, monkeypatch):
         calls = mock.Mock(wraps=kernel)
         monkeypatch.setitem(globals(), kernel.__name__, calls)
         found = convolution_of(lengths, inner, bool(positions_first))(x)
+        gradients = [
+            torch.autograd.grad(y.sin().sum(), x, retain_graph=True) for y in (found, wanted)
+        ]
+        torch.testing.assert_close(*gradients)
         torch.testing.assert_close(found, wanted)
         # A lone root is right as it is.
         assert calls.call_count == (1 if len(lengths) == 1 else 2)
