@@ -90,10 +90,8 @@ _FEW = {"num_moe_experts": 8, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1
 _DELTA = {"linear_attention_freq": None, "gated_linear_unit": True}
 _DELTA = {n: v for n, v in vars(PRESETS["tiny-qwen3-next"]).items() if "linear_" in n} | _DELTA
 DRAWN: dict[str, Family] = {
-    "gqa": Family(),
-    "dense": Family(spec={"num_query_groups": 4}),
-    "qk_norm": Family("tiny-qwen3"),
-    "mla": Family("tiny-deepseek", _LATENTS),
+    "gqa": Family(), "dense": Family(spec={"num_query_groups": 4}),
+    "qk_norm": Family("tiny-qwen3"), "mla": Family("tiny-deepseek", _LATENTS),
     "windows": Family(config=_windows(3, **_SINKS)),
     "gated_delta_net": Family("tiny-qwen3-next", {"linear_attention_freq": 2}),
     "mtp": Family(spec={"mtp_num_layers": 1}),
@@ -162,14 +160,12 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "streams": Family("tiny-qwen3", config={"enable_mhc_connections": True}, since="0.20",
                       around="streams"),
     # Sparse attention.
-    "dsa": _dsa(),
-    "dsa two keys": _dsa(dsa_indexer_topk=2),
+    "dsa": _dsa(), "dsa two keys": _dsa(dsa_indexer_topk=2),
     "dsa all keys": _dsa(dsa_indexer_topk=200),
     "dsa rope": _dsa({**_LATENTS, "rope_type": "rope"}),
     "dsa no q_lora": _dsa({**_LATENTS, "q_lora_rank": None, "qk_layernorm": False}),
     "dsa wide indexer": _dsa(dsa_indexer_n_heads=24, dsa_indexer_head_dim=64),
-    "dsa mtp": _dsa({**_LATENTS, "mtp_num_layers": 1}),
-    "dsa experts": _dsa({}),
+    "dsa mtp": _dsa({**_LATENTS, "mtp_num_layers": 1}), "dsa experts": _dsa({}),
     "dsa dense loss": _dsa({}, dsa_indexer_loss_coeff=0.5),
     "dsa sparse loss": _dsa(dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=True),
     # A trainer's own, of packs; all layers choose, or follow what one before them has chosen.
@@ -319,11 +315,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # Of rows alone.
     "across whole": {"across_ranks": "on"},
     "across recompute": {"across_ranks": "on", "memory": "recompute"},
-    "chunks of 7": {"chunk_tokens": 7},
-    "chunks of 2": {"chunk_tokens": 2},
+    "chunks of 7": {"chunk_tokens": 7}, "chunks of 2": {"chunk_tokens": 2},
     "packs of chunks": {"chunk_tokens": 5, "segment_tokens": 16},
-    "small packs": {"segment_tokens": 30},
-    "depth first": {"segment_tokens": 8},
+    "small packs": {"segment_tokens": 30}, "depth first": {"segment_tokens": 8},
     "a rollout a wave": {"segment_tokens": 1},
     "recompute chunks": {"memory": "recompute", "chunk_tokens": 16},
     "light chunks": {"memory": "recompute_act", "chunk_tokens": 16},
@@ -331,8 +325,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a layer on the host": {"cache_host_layers": 1, "memory": "offload"},
     "all on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
     "losses in leaves": {"loss_in_leaves": True, "segment_tokens": 24},
-    "no parent": {"min_gain": 10**6},
-    "joined": {"min_gain": 1},
+    "no parent": {"min_gain": 10**6}, "joined": {"min_gain": 1},
     "joined 100": {"min_gain": 1, "segment_tokens": 100},
     "joined 64": {"min_gain": 1, "segment_tokens": 64},
     "joined 24": {"min_gain": 1, "segment_tokens": 24},
@@ -341,10 +334,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "segment": {"cp_reduce": "segment", "chunk_tokens": 8, "segment_tokens": 24},
     "wave recompute": {"cp_reduce": "wave", "memory": "recompute", "segment_tokens": 32},
     "segment recompute": {"cp_reduce": "segment", "memory": "recompute", "segment_tokens": 32},
-    "auto chunks": {"chunk_tokens": "auto"},
-    "keeps 5": {"min_gain": 5, "segment_tokens": 20},
-    "no gain": {"min_speedup": 100.0},
-    "gain of 2": {"min_speedup": 2.0, "across_ranks": "off"},
+    "auto chunks": {"chunk_tokens": "auto"}, "keeps 5": {"min_gain": 5, "segment_tokens": 20},
+    "no gain": {"min_speedup": 100.0}, "gain of 2": {"min_speedup": 2.0, "across_ranks": "off"},
     # Layers on CUDA graphs, each of one memory policy.
     "graphs": {**_GRAPHS, "memory": "retain"},
     "graphs in chunks": {**_GRAPHS, "memory": "retain", "chunk_tokens": 8},
@@ -352,7 +343,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         f"graphs {memory}": {**_GRAPHS, "memory": memory, "chunk_tokens": 8}
         for memory in ("recompute", "recompute_act", "offload")
     },
-}
+}  # fmt: skip
 """Fields of PrefixConfig; `min_gain` is 0 where it is not named."""
 RANDOM_OPTIONS = (
     *("small", "whole", "recompute", "light", "chunks of 7", "packs of chunks", "small packs"),

@@ -64,14 +64,10 @@ STAYS = {
     "mtp": {"run/execute/auxiliary.py"},
     "recompute_act": {
         "config.py", "plan/actions.py", "plan/cost.py", "plan/memory.py", "plan/memory_policy.py",
-    },
-    "qat": {"layers/attention.py", "refusals/table.py"},
-    "recurrent": {"refusals/table.py"},
+    }, "qat": {"layers/attention.py", "refusals/table.py"}, "recurrent": {"refusals/table.py"},
     "replay": {"refusals/table.py", "run/read/model_walk.py"},
     "verify": {"config.py", "refusals/table.py", "trainers/versions.py"},
-    "vision": {"refusals/table.py"},
-    "watchdog": {"config.py"},
-    "windows": {"refusals/table.py"},
+    "vision": {"refusals/table.py"}, "watchdog": {"config.py"}, "windows": {"refusals/table.py"},
 }  # fmt: skip
 """Files of the core that name a feature all the same: refusals, options and what trainers can do
 have one place each, policies of segments are words of a plan that planning prices and predicts, a

@@ -60,11 +60,9 @@ AXES: dict[str, Axis] = {
     "arguments": _axis("keyword", "positional mixed"),
     "context": _axis("none", "empty_dict empty_list object"),
     # The loss.
-    "labels": _axis("given absent"),
-    "loss_mask": _axis("given absent"),
+    "labels": _axis("given absent"), "loss_mask": _axis("given absent"),
     "loss": _axis("token_mean token_sum", "per_sample sequence entropy preference last distil"),
-    "in_place": _axis("no", "div masked_fill"),
-    "returns": _axis("two three per_token"),
+    "in_place": _axis("no", "div masked_fill"), "returns": _axis("two three per_token"),
     "reads": _axis("masked", "all_detached all"),
     # What is written where.
     "writes": _axis("nothing self_attribute",

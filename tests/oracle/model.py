@@ -243,16 +243,12 @@ def _own_delta_further(case: Case) -> Iterator[None]:
 
 
 AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
-    "": lambda case: contextlib.nullcontext(),
-    "rotating": lambda case: sparse.rotating(),
+    "": lambda case: contextlib.nullcontext(), "rotating": lambda case: sparse.rotating(),
     "learned_positions": lambda case: _positions("learned_absolute"),
-    "no_positions": lambda case: _positions("none"),
-    "marked projections": lambda case: _marked(),
-    "streams": lambda case: _streams(),
-    "kimi": lambda case: kimi.own_layers(),
+    "no_positions": lambda case: _positions("none"), "marked projections": lambda case: _marked(),
+    "streams": lambda case: _streams(), "kimi": lambda case: kimi.own_layers(),
     "kimi alone": lambda case: kimi.own_layers(kda=range(1, 9)),
-    "adapted": lambda case: _adapted(),
-    "switched": lambda case: _switched(),
+    "adapted": lambda case: _adapted(), "switched": lambda case: _switched(),
     "adapted fc2": lambda case: _adapted(targets=("linear_fc2",)),
     "adapted last": lambda case: _adapted(layers=(1,)),
     "adapted first": lambda case: _adapted(layers=(0,)),
@@ -277,7 +273,7 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "all but router norm": lambda case: _trained(("router", "norm"), are=False),
     "only linear_fc2": lambda case: _trained(("linear_fc2",), are=True),
     "only A_log": lambda case: _trained(("A_log",), are=True),
-}
+}  # fmt: skip
 """See `Family.around`."""
 WITH_KEYWORD = {"mtp keyword", "own delta mtp"}
 """Those whose calls with gradients have slime's and miles' keyword."""

@@ -40,21 +40,17 @@ held: Any = None
 """The axis writes=module_global."""
 SESSIONS = {
     # Twice: the first step of a kind is watched, with the stock schedule in auto and observe.
-    "once": ("train",),
-    "train": ("train", "train"),
-    "evaluate": ("evaluate", "evaluate"),
+    "once": ("train",), "train": ("train", "train"), "evaluate": ("evaluate", "evaluate"),
     "evaluate_then_train": ("evaluate", "evaluate", "train", "train"),
     "train_thrice": ("train", "train", "train"),
     "scale_changed": ("train", "train", "scale", "train"),
     "inv_freq_changed": ("train", "train", "frequency", "train"),
     "train_eval_mixed": ("train", "eval_mode", "train", "eval_mode", "train"),
-    "mode_in_step": ("train", "train"),
-    "mode_around_call": ("train",),
+    "mode_in_step": ("train", "train"), "mode_around_call": ("train",),
     "uneven": ("evaluate", "uneven", "evaluate", "train", "train"),
     "evaluate_with_gradients": ("evaluate_grad", "train", "evaluate_grad", "train"),
-    "train_long": ("train",) * 6,
-    "evaluate_long": ("evaluate",) * 6,
-}
+    "train_long": ("train",) * 6, "evaluate_long": ("evaluate",) * 6,
+}  # fmt: skip
 SHORTER = ("n_minus_1", "shortened")
 """Heads that return one position less."""
 LATE = 4

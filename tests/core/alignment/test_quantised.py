@@ -44,8 +44,7 @@ def _changed(model, **fields):
 FP4 = {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}
 MX = {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}
 CHANGES: dict[str, tuple[dict[str, Any], str | None]] = {
-    "static": ({}, None),
-    "static, of each feature": ({"_amax": torch.ones(1, 1, 64)}, None),
+    "static": ({}, None), "static, of each feature": ({"_amax": torch.ones(1, 1, 64)}, None),
     "static, of each position": ({"_amax": torch.ones(7, 1, 1)}, "of a whole tensor"),
     "dynamic": ({"_amax": delattr, "_dynamic": True}, "of a whole tensor"),
     "not calibrated": ({"_amax": delattr}, "of a whole tensor"),
@@ -57,15 +56,14 @@ CHANGES: dict[str, tuple[dict[str, Any], str | None]] = {
     "by token, as an axis": ({"_amax": delattr, "_axis": (0, 1)}, None),
     "by position of a batch": ({"_amax": delattr, "_axis": 0}, "of a whole tensor"),
     "by feature": ({"_amax": delattr, "_axis": (2,)}, "of a whole tensor"),
-    "MX": ({"_amax": delattr, "_block_sizes": MX}, None),
-    "NVFP4": ({"_block_sizes": FP4}, None),
+    "MX": ({"_amax": delattr, "_block_sizes": MX}, None), "NVFP4": ({"_block_sizes": FP4}, None),
     "NVFP4 without its second scale": ({"_amax": delattr, "_block_sizes": FP4}, "whole tensor"),
     "static blocks": ({"_block_sizes": {-1: 16}}, "with blocks with static scales"),
     "blocks of positions": ({"_block_sizes": {-1: None, 0: 8}}, "with blocks of several positions"),
     "another backend": ({"backend": "own"}, "with backend own"),
     "an offset": ({"_bias": {-1: None}}, "with an offset"),
     "real": ({"_fake_quant": False}, "with real quantisation"),
-}
+}  # fmt: skip
 
 
 def _told():

@@ -223,10 +223,8 @@ def test_patches_of_slime_and_miles_that_do_otherwise():
 
 
 @pytest.mark.parametrize("change", [
-    {"mtp_kwargs": {"mtp_labels": torch.zeros(1, 1)}},
-    {"mtp_kwargs": ["mtp_labels"]},
-    {"more": {"mtp_depth": 2}},
-    {"loss_mask": None},
+    {"mtp_kwargs": {"mtp_labels": torch.zeros(1, 1)}}, {"mtp_kwargs": ["mtp_labels"]},
+    {"more": {"mtp_depth": 2}}, {"loss_mask": None},
     {"mtp_kwargs": None, "extra_block_kwargs": {"mtp_kwargs": {}}},
 ], ids=["other tokens", "no dict", "another key", "no mask", "for the decoder"])  # fmt: skip
 def test_keywords_that_say_more_than_tokens(change):

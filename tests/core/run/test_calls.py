@@ -242,10 +242,8 @@ def test_a_padding_mask_matters_where_routers_count():
 
 
 @pytest.mark.parametrize(("fields", "counts"), [
-    ({}, False),
-    ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}, False),
-    ({"moe_aux_loss_coeff": 0.0}, False),
-    ({"moe_aux_loss_coeff": 0.01}, True),
+    ({}, False), ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}, False),
+    ({"moe_aux_loss_coeff": 0.0}, False), ({"moe_aux_loss_coeff": 0.01}, True),
     ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
       "moe_aux_loss_coeff": [0.0, 0.01]}, True),
     ({"moe_z_loss_coeff": 1e-3}, True),

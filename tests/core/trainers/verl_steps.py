@@ -138,12 +138,10 @@ def batch(routes=None, *, replay=False):
         "input_ids": ids, "attention_mask": mask,
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
         "prompts": ids[:, :PROMPT], "responses": ids[:, PROMPT:],
-        "response_mask": mask[:, PROMPT:],
-        "old_log_probs": torch.full((num, ANSWER), -4.9),
+        "response_mask": mask[:, PROMPT:], "old_log_probs": torch.full((num, ANSWER), -4.9),
         "advantages": torch.linspace(-1, 1, num)[:, None].expand(num, ANSWER).clone(),
         "returns": torch.linspace(-1, 1, num * ANSWER).view(num, ANSWER),
-        "values": torch.full((num, ANSWER), 0.1),
-        "temperature": torch.full((num,), 0.9),
+        "values": torch.full((num, ANSWER), 0.1), "temperature": torch.full((num,), 0.9),
     }  # fmt: skip
     data = TensorDict(columns, batch_size=[num])
     tensordict_utils.assign_non_tensor(
