@@ -59,15 +59,27 @@ def without_graphs(config: Any, kinds: Iterable[Kind | None]) -> str:
     return " and ".join(names)
 
 
+INSIDE: Mapping[type[Kind], Form] = {
+    Attention: Form.POSITIONS,
+    MLA: Form.POSITIONS,
+    GatedDeltaNet: Form.SPANS,
+}
+"""Kinds whose cores may be in graphs (placed.py), and what these leave."""
+
+
+def inside_forms(layers: Iterable[Iterable[Kind]]) -> set[Form]:
+    """Of what fills the slots of layers, what cores leave that may be in graphs."""
+    kinds = {type(kind) for of_layer in layers for kind in of_layer}
+    return {form for kind, form in INSIDE.items() if kind in kinds}
+
+
 def inside_form(mixer: Part) -> Form | None:
-    """What a mixer leaves that may be in graphs with its core (placed.py); None: it may not. One
-    that leaves K and V of positions, or latents, may be, if it has no quantisers, which a trainer
-    may change between steps; and GatedDeltaNet with a rule whose kernels run over what they are
-    given."""
-    kind, module = type(mixer.kind), mixer.module
-    if kind in (Attention, MLA) and not hasattr(module.core_attention, QUANTISERS[0]):
-        return Form.POSITIONS
-    return Form.SPANS if kind is GatedDeltaNet and has_known_chunks(module) else None
+    """What a mixer leaves, if its core may be in graphs: it has no quantisers, which a trainer may
+    change between steps, or its rule runs over chunks that it is given."""
+    form = INSIDE.get(type(mixer.kind)) if mixer.kind else None
+    if form == Form.POSITIONS:
+        return None if hasattr(mixer.module.core_attention, QUANTISERS[0]) else form
+    return form if form and has_known_chunks(mixer.module) else None
 
 
 def looks_back(mixer: Part) -> int:

@@ -21,9 +21,9 @@ from megatron_prefix.features.graphs.choice import (
     longest_waiting,
     with_graphs,
 )
+from megatron_prefix.features.graphs.kinds import inside_forms
 from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
 from megatron_prefix.features.graphs.placed_arenas import PlacedArenas
-from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.layers import table
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import Hooks, installed
@@ -182,9 +182,7 @@ class Graphs(StepPart):
         has_others = exchange is not None or self.config.cache_host_layers
         if not self.even or self.rank.forward_only or has_others:
             return None
-        rows = {Form.POSITIONS: planned.positions.length}
-        if any(type(kind) is GatedDeltaNet for kinds in self._layers[1] for kind in kinds):
-            rows[Form.SPANS] = planned.spans.length
+        rows = {form: planned.rows(form).length for form in inside_forms(self._layers[1])}
         return self._arenas[next(self._chunks)].begin(forms, rows)
 
     def begin(self, attempt: Attempt) -> None:
