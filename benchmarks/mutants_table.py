@@ -281,15 +281,15 @@ _GRAPHS = (
     _graphs(
         "chained-past-hooks",
         "features/graphs/layers.py",
-        "        return GraphForm(len(hidden), taps_mlps, attention, self._handed and not watched)",
-        "        return GraphForm(len(hidden), taps_mlps, attention, self._handed)",
+        "        return GraphForm(len(hidden), taps_mlps, placed, self._handed and not watched)",
+        "        return GraphForm(len(hidden), taps_mlps, placed, self._handed)",
         _G_PLACED,
     ),
     _graphs(
         "one-payload-of-a-chain",
         "features/graphs/layers.py",
-        "                for number in sides.attends:",
-        "                for number in sides.attends[:1]:",
+        "                for number in sides.inside:",
+        "                for number in sides.inside[:1]:",
         _G_PLACED,
     ),
     _graphs(

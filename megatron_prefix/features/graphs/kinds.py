@@ -7,7 +7,6 @@ from enum import Enum
 from typing import Any
 
 from megatron_prefix.features.experts.kind import Experts
-from megatron_prefix.features.graphs.placed_spans import has_known_chunks
 from megatron_prefix.features.mla.kind import MLA
 from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.features.recurrent.kind import Recurrent
@@ -18,6 +17,9 @@ from megatron_prefix.layers.attention import QUANTISERS, Attention
 from megatron_prefix.layers.kind import Kind, Part
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.tree.payload_map import Form
+
+FLA = "fla.ops."
+"""Modules of flash-linear-attention's rules."""
 
 
 class Graphed(Enum):
@@ -86,3 +88,11 @@ def looks_back(mixer: Part) -> int:
     """Positions that the convolution of a GatedDeltaNet looks back."""
     width: int = mixer.module.conv1d.weight.shape[-1]
     return width - 1
+
+
+def has_known_chunks(module: Any) -> bool:
+    """Whether the rule of a GatedDeltaNet may be in graphs: flash-linear-attention's, or on the CPU
+    any."""
+    rule = type(module).forward.__globals__.get("chunk_gated_delta_rule")
+    is_fla = str(getattr(rule, "__module__", "")).startswith(FLA)
+    return is_fla or module.conv1d.weight.device.type == "cpu"

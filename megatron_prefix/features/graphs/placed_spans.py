@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.transfer import to_device
+from megatron_prefix.features.graphs.kinds import FLA
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.features.recurrent.delta import NUM_INPUTS, parameters_of
 from megatron_prefix.features.recurrent.kind import CHUNK
 from megatron_prefix.features.recurrent.spans import Edges, edge_numbers, runs_of
 from megatron_prefix.sidecar.arena import Reading
 
-FLA = "fla.ops."
-"""Modules of flash-linear-attention's rules."""
 CHUNKS, OFFSETS = "prepare_chunk_indices", "prepare_chunk_offsets"
-"""Functions of fla/ops/utils/index.py that make of lengths, which they read on the host, what its
+"""Functions of fla.ops.utils.index that make of lengths, which they read on the host, what its
 kernels run over: (cu_seqlens, positions of a chunk, ...) -> span and number of every chunk; and the
 first chunk of every span. They are no interface: where a rule calls others, capturing its layer
 fails, and layers of its kind run without graphs."""
@@ -44,6 +43,8 @@ class PlacedSpans:
         reading: rows of the arena that spans begin with.
         runs: neighbours with one parent, and its row.
         written: rows of the arena that spans write, if children read them.
+        starts, offsets: of spans the first position, and the first chunk, and the ends.
+        chunks: of every chunk its span and its number there, [chunks, 2].
     """
 
     is_one_root, has_parents = False, True
@@ -53,8 +54,8 @@ class PlacedSpans:
         sizes = [most + 1, most + 1, 2 * self._num_chunks, *[most] * 4, *[most * before] * 5]
         self._numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         parts = self._numbers.split(sizes)
-        self._starts, self._offsets, chunks, parents, lengths, rows, self.written, *edges = parts
-        self._chunks = chunks.view(-1, 2)
+        self.starts, self.offsets, chunks, parents, lengths, rows, self.written, *edges = parts
+        self.chunks = chunks.view(-1, 2)
         self.reading, self.runs = Reading(parents), (lengths, rows)
         ends = self._numbers[-5 * most * before : -3 * most * before]
         self._edges = Edges(edges[0], ends, *edges[2:])
@@ -113,7 +114,7 @@ class PlacedSpans:
         if not self._numbers.is_cuda:
             return self._run_masked(rule, {**arguments, "cu_seqlens": None})
         made: tuple[Tensor, Tensor | None]
-        made = rule(**{**arguments, "cu_seqlens": self._starts.view(-1)})
+        made = rule(**{**arguments, "cu_seqlens": self.starts.view(-1)})
         return made
 
     def _run_masked(
@@ -124,7 +125,7 @@ class PlacedSpans:
         names = parameters_of(rule)[:NUM_INPUTS]
         inputs = [arguments[name] for name in names]
         numbers = torch.arange(inputs[0].shape[1])
-        spans = torch.searchsorted(self._starts[1:].contiguous(), numbers, right=True)
+        spans = torch.searchsorted(self.starts[1:].contiguous(), numbers, right=True)
         own = (spans == torch.arange(len(self))[:, None])[..., None]
         *values, decays, strengths = (x.expand(len(self), *x.shape[1:]) for x in inputs)
         masked = [*values, *(x.where(own, 0.0) for x in (decays, strengths))]
@@ -135,7 +136,7 @@ class PlacedSpans:
     def known(self) -> Iterator[None]:
         """While layers are captured flash-linear-attention has chunks of these spans from here."""
         modules = [vars(m) for name, m in [*sys.modules.items()] if name.startswith(FLA)]
-        of_spans = {CHUNKS: self._chunks, OFFSETS: self._offsets}
+        of_spans = {CHUNKS: self.chunks, OFFSETS: self.offsets}
         replaced = [(names, name, names[name]) for names in modules for name in of_spans
                     if name in names]  # fmt: skip
         try:
@@ -148,7 +149,7 @@ class PlacedSpans:
 
     def _known_or(self, made: Tensor, stock: Callable[..., Any]) -> Callable[..., Any]:
         def prepare(cu_seqlens: Tensor, chunk_size: int, *args: Any, **kwargs: Any) -> Any:
-            if cu_seqlens.data_ptr() != self._starts.data_ptr():
+            if cu_seqlens.data_ptr() != self.starts.data_ptr():
                 return stock(cu_seqlens, chunk_size, *args, **kwargs)
             if chunk_size != CHUNK:
                 raise CannotCaptureError(f"a rule has chunks of {chunk_size} positions")
@@ -159,11 +160,3 @@ class PlacedSpans:
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)])
-
-
-def has_known_chunks(module: Any) -> bool:
-    """Whether the rule of a GatedDeltaNet may be in graphs: flash-linear-attention's, or on the CPU
-    any."""
-    rule = type(module).forward.__globals__.get("chunk_gated_delta_rule")
-    is_fla = str(getattr(rule, "__module__", "")).startswith(FLA)
-    return is_fla or module.conv1d.weight.device.type == "cpu"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_prefix import PrefixSchedule
-from megatron_prefix.features.graphs import layers, placed, placed_spans
-from megatron_prefix.features.graphs.kinds import inside_form
+from megatron_prefix.features.graphs import layers, placed
+from megatron_prefix.features.graphs.kinds import has_known_chunks, inside_form
 from megatron_prefix.features.graphs.part import Graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.features.graphs.placed_arenas import SPARE, PlacedArenas
@@ -81,7 +81,7 @@ def test_spans_of_a_sheet_are_those_of_its_segment():
     """Those that are missing are empty, and begin and end with the spare row."""
     lengths, parents = [2, 88, 70], [5, 0, 0]
     spans, plain = of_spans(lengths, parents, [6, 7, 8]), Spans(lengths, parents, CPU)
-    assert spans._starts.tolist() == [*plain.cu_seqlens.tolist(), 160]
+    assert spans.starts.tolist() == [*plain.cu_seqlens.tolist(), 160]
     assert spans.reading.rows.tolist() == [*parents, 9]
     assert [part.tolist() for part in spans.runs] == [[1, 2, 0, 0], [5, 0, 9, 9]]
     assert spans.written.tolist() == [6, 7, 8, 9]
@@ -99,8 +99,8 @@ def test_spans_of_a_sheet_are_those_of_its_segment():
 def test_chunks_of_a_sheet_are_those_of_its_spans():
     """What is missing is behind the end of the last."""
     spans = of_spans([2, 88, 70], [0, 0, 0])
-    assert spans._offsets.tolist() == [0, 1, 3, 5, 5]
-    chunks = spans._chunks.tolist()
+    assert spans.offsets.tolist() == [0, 1, 3, 5, 5]
+    chunks = spans.chunks.tolist()
     assert chunks == [[0, 0], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0]]
 
 
@@ -111,11 +111,11 @@ def test_rules_have_chunks_of_the_spans_that_are_captured(monkeypatch):
     module.prepare_chunk_indices = module.prepare_chunk_offsets = stock
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with spans.known():
-        assert module.prepare_chunk_indices(spans._starts.view(-1), 64) is spans._chunks
-        assert module.prepare_chunk_offsets(spans._starts.view(-1), 64) is spans._offsets
+        assert module.prepare_chunk_indices(spans.starts.view(-1), 64) is spans.chunks
+        assert module.prepare_chunk_offsets(spans.starts.view(-1), 64) is spans.offsets
         assert module.prepare_chunk_indices(others, 64) == "stock"
         with pytest.raises(CannotCaptureError, match="32 positions"):
-            module.prepare_chunk_indices(spans._starts, 32)
+            module.prepare_chunk_indices(spans.starts, 32)
     assert module.prepare_chunk_indices is module.prepare_chunk_offsets is stock
 
 
@@ -132,7 +132,7 @@ def test_rules_of_others_run_outside():
     for module, is_known in (("fla.ops.gated_delta_rule.chunk", True), ("trainer.rules", False)):
         rule = SimpleNamespace(__module__=module)
         Layer.forward = FunctionType(Layer.forward.__code__, {"chunk_gated_delta_rule": rule})
-        assert placed_spans.has_known_chunks(Layer()) is is_known
+        assert has_known_chunks(Layer()) is is_known
 
 
 def arena_of(places, num):
