@@ -63,6 +63,7 @@ def without_graphs(config: Any, kinds: Iterable[Kind | None]) -> str:
 
 INSIDE: Mapping[type[Kind], Form] = {
     Attention: Form.POSITIONS,
+    Window: Form.POSITIONS,
     MLA: Form.POSITIONS,
     GatedDeltaNet: Form.SPANS,
 }

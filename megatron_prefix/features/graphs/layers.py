@@ -138,7 +138,7 @@ class LayerGraphs:
         running = self._running
         before = running.current, running.tap, running.kernels
         running.current, running.tap = context, None
-        running.kernels = {None: PlacedKernel(running.kernels[None])}
+        running.kernels = {w: PlacedKernel(kernel) for w, kernel in running.kernels.items()}
         try:
             yield
         finally:
@@ -351,8 +351,8 @@ class LayerGraphs:
 
     def _form(self, context: SegmentContext, hidden: Tensor) -> GraphForm:
         placed, arenas = None, self.arenas
-        kernel = self._running.kernels.get(None)
-        most = most_runs(kernel, hidden.device) if kernel else 0
+        kernels = self._running.kernels.values()
+        most = min(most_runs(kernel, hidden.device) for kernel in kernels)
         if most and arenas.layers and any(layer.inside for layer in self.layers):
             placed = PlacedForm.of(context, most, max(layer.before for layer in self.layers))
             uses = placed is not None and (placed.inner or placed.levels or placed.spans)

@@ -182,7 +182,8 @@ class Graphs(StepPart):
         has_others = exchange is not None or self.config.cache_host_layers
         if not self.even or self.rank.forward_only or has_others:
             return None
-        rows = {form: planned.rows(form).length for form in inside_forms(self._layers[1])}
+        inside = inside_forms(self._layers[1])
+        rows = {form: planned.rows(form).length for form in (*inside, *planned.tails)}
         return self._arenas[next(self._chunks)].begin(forms, rows)
 
     def begin(self, attempt: Attempt) -> None:

@@ -22,14 +22,17 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_device
 from megatron_prefix.features.graphs.placed_arenas import (
-    SPARE,
+    FEW_ROWS,
     PlacedArenas,
     interval_of,
     power,
+    spare_rows,
     stepped,
 )
-from megatron_prefix.features.graphs.placed_runs import PlacedRuns
+from megatron_prefix.features.graphs.placed_runs import PlacedRuns, starts_of
 from megatron_prefix.features.graphs.placed_spans import PlacedSpans
+from megatron_prefix.features.graphs.placed_tails import PlacedTails, TailForm
+from megatron_prefix.features.windows.windowed import WindowKeys
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.arena import (
     KeyValue,
@@ -79,6 +82,7 @@ class PlacedForm(NamedTuple):
         runs: most runs over its own keys.
         levels: of ancestors.
         spans: as recurrent layers see them; None without such layers.
+        tails: as layers with windows see them.
     """
 
     positions: int
@@ -86,6 +90,7 @@ class PlacedForm(NamedTuple):
     runs: int
     levels: tuple[LevelForm, ...]
     spans: SpanForm | None = None
+    tails: tuple[TailForm, ...] = ()
 
     @classmethod
     def of(cls, context: SegmentContext, most_runs: int, before: int = 0) -> PlacedForm | None:
@@ -94,16 +99,17 @@ class PlacedForm(NamedTuple):
         Args:
             before: positions that recurrent layers' convolutions look back; 0: there are none.
         """
-        own = context.runs
+        own, planned = context.runs, context.cache.map
         if context.joined or context.cache.exchange is not None or own.queries != own.keys:
             return None
         positions, levels = sum(own.queries), []
-        for level in context.cache.map.levels[context.index]:
+        for level in planned.levels[context.index]:
             runs, keys = len(runs_of(level, positions)), sum(level.keys)
-            levels.append(LevelForm(power(runs), stepped(keys, SPARE[Form.POSITIONS])))
-        number = len(context.cache.map.lengths[context.index])
+            levels.append(LevelForm(power(runs), stepped(keys, FEW_ROWS)))
+        number = len(planned.lengths[context.index])
         spans = SpanForm.of(number, before) if before else None
-        form = cls(positions, context.inner, power(len(own.queries)), tuple(levels), spans)
+        tails = tuple(TailForm.of(context, form) for form in planned.tails)
+        form = cls(positions, context.inner, power(number), tuple(levels), spans, tails)
         fits = max([form.runs, *(level.runs for level in levels)]) <= most_runs
         return form if fits else None
 
@@ -115,6 +121,9 @@ class PlacedForm(NamedTuple):
         if len(self.levels) != len(other.levels) or self.runs < other.runs:
             return False
         if self.spans and other.spans and not self.spans.covers(other.spans):
+            return False
+        pairs = zip(self.tails, other.tails, strict=True)
+        if not all(tail.covers(needed, MORE_ROWS) for tail, needed in pairs):
             return False
         return all(
             level.runs >= needed.runs and needed.keys <= level.keys <= MORE_ROWS * needed.keys
@@ -142,6 +151,7 @@ class Sheet:
         levels: rows that it reads of each level, int64 [most keys].
         runs: over its own keys, and then over those of each level.
         spans: None without recurrent layers.
+        tails: of layers with windows.
     """
 
     def __init__(self, form: PlacedForm, device: torch.device) -> None:
@@ -162,6 +172,7 @@ class Sheet:
         for (queries, keys), level in zip(_pairs(starts), form.levels, strict=True):
             self.runs.append(PlacedRuns(queries, keys, False, most, level.keys))
         self.spans = PlacedSpans(*form.spans, most, device) if form.spans else None
+        self.tails = {tail.form: PlacedTails(tail, form.runs, most, device) for tail in form.tails}
 
     def fill(self, numbers: Sequence[np.ndarray]) -> None:
         """Puts numbers of a segment into their places; the host does not wait."""
@@ -171,13 +182,13 @@ class Sheet:
     def of_segment(self, context: SegmentContext, spares: Mapping[Form, int]) -> None:
         """Fills in a segment; `spares`: the arenas' first spare rows."""
         form, spare = self.form, spares[Form.POSITIONS]
-        starts, rows = [_starts([*context.runs.queries], form.runs)], []
+        starts, rows = [starts_of([*context.runs.queries], form.runs)], []
         planned, index = context.cache.map, context.index
         for level, most in zip(planned.levels[index], form.levels, strict=True):
             queries, keys = zip(*runs_of(level, form.positions), strict=True)
-            starts += [_starts(queries, most.runs), _starts(keys, most.runs)]
+            starts += [starts_of(queries, most.runs), starts_of(keys, most.runs)]
             read = [np.arange(run.start, run.end) for run in level.runs]
-            rows.append(np.concatenate([*read, _spare(most.keys - sum(level.keys), spare)]))
+            rows.append(np.concatenate([*read, spare_rows(most.keys - sum(level.keys), spare)]))
         if form.inner:
             rows.append(_interval(planned.positions, index))
         self.fill([*starts, *rows])
@@ -185,33 +196,27 @@ class Sheet:
             of_spans = planned.lengths[index], planned.parents[index]
             written = [*_interval(planned.spans, index)] if form.inner else []
             self.spans.of_segment(*of_spans, written, spares[Form.SPANS])
+        for last, tail in self.tails.items():
+            tail.of_segment(planned, index, spares[last])
 
     def of_none(self, spares: Mapping[Form, int]) -> None:
         """Fills in a segment that reads and writes spare rows, as layers run while captured."""
         form, spare = self.form, spares[Form.POSITIONS]
-        starts, rows = [_starts([form.positions], form.runs)], []
+        starts, rows = [starts_of([form.positions], form.runs)], []
         for most in form.levels:
-            starts += [_starts([form.positions], most.runs), _starts([most.keys], most.runs)]
-            rows.append(_spare(most.keys, spare))
-        rows += [_spare(form.positions, spare)] * form.inner
+            starts += [starts_of([form.positions], most.runs), starts_of([most.keys], most.runs)]
+            rows.append(spare_rows(most.keys, spare))
+        rows += [spare_rows(form.positions, spare)] * form.inner
         self.fill([*starts, *rows])
         if self.spans is not None:
             of_span = [form.positions], [spares[Form.SPANS]]
             self.spans.of_segment(*of_span, [], spares[Form.SPANS])
+        for last, tail in self.tails.items():
+            tail.of_none(spares[last])
 
 
 def _pairs(items: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(items[::2], items[1::2], strict=True)
-
-
-def _starts(lengths: Sequence[int], most: int) -> np.ndarray:
-    ends = np.zeros(most + 1, dtype=np.int64)
-    ends[1 : len(lengths) + 1] = lengths
-    return np.cumsum(ends)
-
-
-def _spare(num: int, first: int) -> np.ndarray:
-    return first + np.arange(num) % SPARE[Form.POSITIONS]
 
 
 def _interval(rows: RowMap, index: int) -> np.ndarray:
@@ -234,7 +239,7 @@ class PlacedCache:
         levels, runs: see Sheet.
     """
 
-    looks_ahead = False
+    looks_ahead, exchange = False, None
 
     def __init__(self, sheet: Sheet, arenas: PlacedArenas) -> None:
         self._sheet, self._arenas, self.layer, self.runs = sheet, arenas, -1, sheet.runs
@@ -243,7 +248,6 @@ class PlacedCache:
 
     def own_keys(self, layer: int, index: int, inner: bool, key_value: KeyValue) -> _OwnKeys:
         """See SidecarCache; a layer asks in its forward, and then in its backward."""
-        self.layer = layer
         if layer in self._forwards:
             self._forwards.remove(layer)
         else:
@@ -278,15 +282,21 @@ class PlacedCache:
         return tuple(place.index_select(0, written) for place in self._values(layer))
 
     def _written(self, layer: int) -> Tensor:
-        if self._sheet.spans is not None and self._arenas.forms[layer] == Form.SPANS:
+        form = self._arenas.forms[layer]
+        if form in self._sheet.tails:
+            return self._sheet.tails[form].written
+        if self._sheet.spans is not None and form == Form.SPANS:
             return self._sheet.spans.written
         return self._sheet.written
+
+    def once(self, index: int, what: Form, make: Any) -> WindowKeys:
+        """See SidecarCache; asked for by layers with windows."""
+        return self._sheet.tails[what].keys
 
     def level(self, index: int, number: int) -> _Read:
         return self.levels[number]
 
     def read(self, layer: int, index: int, what: Any) -> Payload:
-        self.layer = layer
         return tuple(place.index_select(0, what.rows) for place in self._values(layer))
 
     def add(self, layer: int, index: int, what: Any, gradients: Payload) -> None:
@@ -320,6 +330,10 @@ class PlacedContext(SegmentContext):
         own: Any = sheet.runs[0]
         between: dict[tuple[str, int | None], Any] = {("spans", None): sheet.spans}
         return cls(-1, sheet.form.inner, own, sheet.written, cache, between=between)
+
+    def enter(self, layer: int, *, backward: bool) -> None:
+        """See SegmentContext."""
+        self.cache.layer = layer  # type: ignore[attr-defined]
 
     def known(self) -> AbstractContextManager[None]:
         """See PlacedSpans."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +16,10 @@ from megatron_prefix.tree.payload_map import Form, RowMap
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
 
-SPARE = {Form.POSITIONS: 128, Form.SPANS: 1}
-"""Rows behind those of an arena, of zeros: who has fewer keys, or spans, than its form reads them,
-and adds zeros to their gradients, which captures read. Several, where rows are small, as additions
-to one row wait for one another."""
+FEW_ROWS = 128
+"""Spare rows behind those of an arena, of zeros: who has fewer keys, or spans, than its form reads
+them, and adds zeros to their gradients, which captures read. Several, where rows are small, as
+additions to one row wait for one another."""
 STEPS = 4
 """Numbers of rows that forms have between two powers of two."""
 
@@ -31,6 +33,16 @@ def stepped(number: int, least: int) -> int:
     """So many or more, of few values, in steps of `least` or more."""
     step = max(least, power(number) // (2 * STEPS))
     return -(-number // step) * step
+
+
+def num_spare(form: Form) -> int:
+    """Spare rows of an arena; a row of spans may be megabytes."""
+    return 1 if form == Form.SPANS else FEW_ROWS
+
+
+def spare_rows(num: int, first: int) -> np.ndarray:
+    """So many, one after the other."""
+    return first + np.arange(num) % FEW_ROWS
 
 
 def interval_of(rows: RowMap, index: int) -> slice:
@@ -49,7 +61,7 @@ class PlacedArenas:
     """Arenas of one model chunk that keep their places from step to step; see LayerArenas.
 
     Attributes:
-        values, sums: of each layer, [capacity + SPARE, ...]; empty before its first payload.
+        values, sums: of each layer, [capacity + num_spare, ...]; empty before its first payload.
         capacity: by form of payload, rows without the spare ones.
         changes: how often other places had to be made.
         layers: those of the step that runs.
@@ -60,7 +72,7 @@ class PlacedArenas:
         self.values: dict[int, list[Tensor]] = {}
         self.sums: dict[int, list[Tensor]] = {}
         self.layers: dict[int, PlacedArena] = {}
-        self.capacity, self.changes = dict.fromkeys(SPARE, 0), 0
+        self.capacity, self.changes = Counter[Form](), 0
         self.forms: dict[int, Form] = {}
 
     def begin(self, forms: Sequence[Form], rows: Mapping[Form, int]) -> PlacedArenas:
@@ -72,13 +84,13 @@ class PlacedArenas:
             before = self.capacity
             self.give_back()
             for form, number in rows.items():
-                self.capacity[form] = max(before[form], stepped(number, SPARE[form]))
+                self.capacity[form] = max(before[form], stepped(number, num_spare(form)))
         return self
 
     def give_back(self) -> None:
         """Frees all places."""
         self.values, self.sums = {}, {}
-        self.capacity, self.changes = dict.fromkeys(SPARE, 0), self.changes + 1
+        self.capacity, self.changes = Counter(), self.changes + 1
 
     def __contains__(self, layer: int) -> bool:
         return layer in self.forms
@@ -103,7 +115,7 @@ class PlacedArenas:
         there = places.get(layer)
         if there is None or [*map(_numbers, there)] != [*map(_numbers, made)]:
             self.changes += there is not None
-            num = first + SPARE[self.forms[layer]]
+            num = first + num_spare(self.forms[layer])
             places[layer] = [like.new_empty((num, *like.shape[1:])) for like in made]
             for place in places[layer]:
                 place[first:].zero_()

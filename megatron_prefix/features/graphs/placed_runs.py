@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +50,13 @@ class PlacedRuns(NamedTuple):
         }
 
 
+def starts_of(lengths: Sequence[int], most: int) -> np.ndarray:
+    """Of runs of these lengths the first of each, with empty ones up to `most`, and the end."""
+    ends = np.zeros(most + 1, dtype=np.int64)
+    ends[1 : len(lengths) + 1] = lengths
+    return np.cumsum(ends)
+
+
 class PlacedKernel(Kernel):
     """One of these kernels, with `PlacedRuns`. Queries of runs without keys have 0 and a
     log-sum-exp of -inf; gradients of keys that are nobody's are 0. Those of a segment are in
@@ -59,7 +68,7 @@ class PlacedKernel(Kernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Any, scale: float) -> Partial:
         """See Kernel."""
         if self.name == "math":
-            return _forward(q, k, v, runs, scale)
+            return _forward(q, k, v, runs, scale, self._kernel.window)
         return Partial(*self._kernel.attend(q, k, v, scale, runs.causal, **runs.lengths))
 
     def backward(
@@ -70,10 +79,10 @@ class PlacedKernel(Kernel):
         saved = Saved(dout, q, k, v, out, lse)
         gradients: Gradients
         if self.name == "math":
-            gradients = _backward(saved, runs, scale)
+            gradients = _backward(saved, runs, scale, self._kernel.window)
         else:
             gradients = self._kernel.attend_backward(saved, aux, scale, runs.causal, **runs.lengths)
-        if not runs.causal:
+        if runs.keys is not runs.queries:
             # Kernels leave anything there, perhaps NaN: of latents it would go into weights.
             nobody = torch.arange(len(k), device=k.device) >= runs.keys[-1]
             for gradient in gradients[1:]:
@@ -81,18 +90,20 @@ class PlacedKernel(Kernel):
         return gradients
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, runs: PlacedRuns, scale: float) -> Partial:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, runs: PlacedRuns, scale: float, window: int | None
+) -> Partial:  # fmt: skip
     """The formulas of layers/blocks/math.py, without a word from the host."""
-    scores = _scores(q, k, runs, scale)
+    scores = _scores(q, k, runs, scale, window)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
     out = torch.einsum("hgst,thd->shgd", weights, v.to(scores.dtype)).flatten(1, 2)
     return Partial(out.to(q.dtype), lse.flatten(0, 1))
 
 
-def _backward(saved: Saved, runs: PlacedRuns, scale: float) -> Gradients:
+def _backward(saved: Saved, runs: PlacedRuns, scale: float, window: int | None) -> Gradients:
     dout, q, k, v, out, lse = saved
-    scores = _scores(q, k, runs, scale)
+    scores = _scores(q, k, runs, scale, window)
     wide, heads = scores.dtype, k.shape[1]
     p = torch.exp(scores - lse.to(wide).unflatten(0, (heads, -1)).unsqueeze(-1))
     do, outs, queries = (x.to(wide).unflatten(1, (heads, -1)) for x in (dout, out, q))
@@ -107,8 +118,11 @@ def _backward(saved: Saved, runs: PlacedRuns, scale: float) -> Gradients:
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, runs: PlacedRuns, scale: float) -> Tensor:
-    """Scaled scores [kv_heads, group, queries, keys]; -inf where a key is not seen."""
+def _scores(
+    q: Tensor, k: Tensor, runs: PlacedRuns, scale: float, window: int | None
+) -> Tensor:  # fmt: skip
+    """Scaled scores [kv_heads, group, queries, keys]; -inf where a key is not seen. The last query
+    of a causal run sees its last key."""
     wide = accumulator_dtype(q.dtype)
     queries = q.to(wide).unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("shgd,thd->hgst", queries, k.to(wide)) * scale
@@ -116,7 +130,11 @@ def _scores(q: Tensor, k: Tensor, runs: PlacedRuns, scale: float) -> Tensor:
     key_number, key_place = _numbers(runs.keys, k)
     hidden = number[:, None] != key_number
     if runs.causal:
-        hidden |= key_place > place[:, None]
+        before = (runs.keys.diff() - runs.queries.diff())[number]
+        behind = key_place - (place + before)[:, None]
+        hidden |= behind > 0
+        if window is not None:
+            hidden |= behind < -window
     return scores.masked_fill(hidden, float("-inf"))
 
 

@@ -144,11 +144,33 @@ class _KeysInWindow:
 
 def window_keys(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
     """Keys that a segment's queries see in layers with payloads of this form."""
-    cache, window = context.cache, form.last or 0
+    cache = context.cache
     reading, own = cache.tail(context.index, form), cache.map.lengths[context.index]
     rank, size = (cache.exchange.rank, cache.exchange.size) if cache.exchange else (0, 1)
     spans = ((),) * len(own) if reading is None else reading.spans
     num_read = max((stop for span in spans for _, stop in span), default=0)
+    order, queries, keys = key_order(own, spans, form.last or 0, num_read, rank, size)
+    last_counts = [form.rows(length) for length in own]
+    last, places = last_positions(own, last_counts, rank, size)
+    return WindowKeys(
+        reading, num_read, sum(own),
+        None if reading is None and size == 1 else to_device(device, order),
+        Runs(queries, keys, causal=True), to_device(device, last), sum(last_counts),
+        None if size == 1 else to_device(device, places),
+    )  # fmt: skip
+
+
+def key_order(
+    own: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]], window: int, num_read: int,
+    rank: int = 0, size: int = 1,
+) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """Where the keys of runs are, and queries and keys of every run.
+
+    Args:
+        own: lengths of spans.
+        spans: of each the intervals of its ancestors' keys; see `Tail`.
+        num_read: of these in all; own keys come behind them.
+    """
     view = cp_layout.view_order(own, size) + num_read
     order, queries, keys = [], [], []
     for above, begin, length in zip(spans, itertools.accumulate(own, initial=0), own, strict=False):
@@ -158,15 +180,7 @@ def window_keys(context: SegmentContext, form: Form, device: torch.device) -> Wi
             order += [reached, view[begin + max(0, start - window) : begin + stop]]
             queries.append(stop - start)
             keys.append(len(order[-2]) + len(order[-1]))
-    runs = Runs(tuple(queries), tuple(keys), causal=True)
-    last_counts = [form.rows(length) for length in own]
-    last, places = last_positions(own, last_counts, rank, size)
-    return WindowKeys(
-        reading, num_read, sum(own),
-        None if reading is None and size == 1 else to_device(device, np.concatenate(order)),
-        runs, to_device(device, last), sum(last_counts),
-        None if size == 1 else to_device(device, places),
-    )  # fmt: skip
+    return np.concatenate(order), tuple(queries), tuple(keys)
 
 
 def last_positions(

@@ -11,7 +11,7 @@ import torch
 from megatron_prefix.features.graphs import choice, cuda, cut_layer, layers, part
 from megatron_prefix.features.graphs.pieces import Piece
 from megatron_prefix.features.graphs.placed import LevelForm, PlacedForm, SpanForm
-from megatron_prefix.features.graphs.placed_arenas import SPARE
+from megatron_prefix.features.graphs.placed_arenas import FEW_ROWS
 from megatron_prefix.features.graphs.segment_graphs import GraphForm, SegmentGraphs
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.data.generate import generate
@@ -235,7 +235,7 @@ def test_places_are_counted_once(monkeypatch):
     here = [sizes[id(one)] for one in made(model).sets]
     of_arenas = made(model).arenas.device_bytes
     assert made(model).device_bytes - of_arenas == sum(sum(one.values()) for one in here) > 0
-    rows = made(model).arenas.capacity[Form.POSITIONS] + SPARE[Form.POSITIONS]
+    rows = made(model).arenas.capacity[Form.POSITIONS] + FEW_ROWS
     assert of_arenas == rows * LAYERS * 2 * 2 * 2 * 16 * 8  # K, V and gradients, fp64
 
 

@@ -11,7 +11,7 @@ from megatron_prefix.features.graphs import layers, placed
 from megatron_prefix.features.graphs.kinds import has_known_chunks, inside_form
 from megatron_prefix.features.graphs.part import Graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
-from megatron_prefix.features.graphs.placed_arenas import SPARE, PlacedArenas
+from megatron_prefix.features.graphs.placed_arenas import FEW_ROWS, PlacedArenas
 from megatron_prefix.features.graphs.placed_runs import PlacedKernel, PlacedRuns
 from megatron_prefix.features.graphs.placed_spans import PlacedSpans
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
@@ -29,7 +29,7 @@ from tests.harness.one_rank import small_model
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 
-CPU, FEW = torch.device("cpu"), SPARE[Form.POSITIONS]
+CPU = torch.device("cpu")
 WAVE = Level((Run(2, 5, 10, 14), Run(5, 6, 20, 27)))
 """Of eight queries three see the keys from 10 to 14, and one those from 20 to 27."""
 
@@ -142,15 +142,15 @@ def arena_of(places, num):
 
 def test_arenas_stay_where_they_are_until_they_are_too_short():
     places, payload, addresses = PlacedArenas(), (torch.ones(4, 2, 8),) * 2, []
-    for num in (6, 4, FEW + 1):
+    for num in (6, 4, FEW_ROWS + 1):
         arena = arena_of(places, num)
         arena.write(0, payload)
         addresses.append(arena.values[0].data_ptr())
         assert all(len(tensor) == num for tensor in arena.values)
         arena.drop()
     assert addresses[0] == addresses[1] and places.changes == 2
-    assert places.capacity[Form.POSITIONS] == 2 * FEW
-    assert places.device_bytes == 2 * 3 * FEW * 2 * 8 * 4
+    assert places.capacity[Form.POSITIONS] == 2 * FEW_ROWS
+    assert places.device_bytes == 2 * 3 * FEW_ROWS * 2 * 8 * 4
 
 
 def test_payloads_of_another_dtype_have_places_of_their_own():
