@@ -410,6 +410,20 @@ _GRAPHS = (
         _G_ROWS,
     ),
     _graphs(
+        "windows-end-with-the-first-key",
+        "features/graphs/placed_runs.py",
+        "behind = key_place - (place + before)[:, None]",
+        "behind = key_place - place[:, None]",
+        _G_PLACED,
+    ),
+    _graphs(
+        "own-keys-behind-those-that-are-read",
+        "features/graphs/placed_tails.py",
+        "key_order(lengths, spans, window, self._form.read)",
+        "key_order(lengths, spans, window, num_read)",
+        _G_PLACED,
+    ),
+    _graphs(
         "states-where-keys-are-written",
         "features/graphs/placed.py",
         "            return self._sheet.spans.written\n",

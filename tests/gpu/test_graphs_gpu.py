@@ -33,6 +33,7 @@ MODELS = {
         "num_query_groups": 4, "moe_layer_freq": (False, True, True), **EXPERTS,
         "moe_shared_expert_intermediate_size": 256}),
     "dense latents": ("moonlight-16b-a3b", {"num_query_groups": 4, "num_moe_experts": None}),
+    "windows": ("gpt-oss-20b", {"num_query_groups": 2, "num_moe_experts": None}),
 }  # fmt: skip
 DELTA = dict(
     num_query_groups=2, linear_attention_freq=2, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -108,7 +109,7 @@ def test_gradients_are_bitwise_those_without(name, options, monkeypatch):
         assert len(made.layers) == len(unwrap(chunk).decoder.layers) - ends_early(chunk)
 
 
-@pytest.mark.parametrize("name", ["dense", "experts", "dense latents", "gated delta"])
+@pytest.mark.parametrize("name", ["dense", "experts", "dense latents", "windows", "gated delta"])
 @pytest.mark.parametrize("chunks", [0, 64])
 def test_mixers_inside_are_as_outside(chunks, name, monkeypatch):
     """As near as 16 bits are, since flash-attn-4 adds in another order; experts get their tokens by

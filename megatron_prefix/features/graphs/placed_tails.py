@@ -99,9 +99,9 @@ class PlacedTails:
     ) -> None:  # fmt: skip
         """The host does not wait."""
         form, window = self._form.form, self._form.form.last or 0
+        num_read = sum(map(len, read))
         order, queries, keys = key_order(lengths, spans, window, self._form.read)
         last, _ = last_positions(lengths, [form.rows(length) for length in lengths], 0, 1)
-        num_read = sum(map(len, read))
         parts = [
             starts_of(queries, self._runs), starts_of(keys, self._runs),
             _padded(order, self._num_keys, 0), *read, spare_rows(self._form.read - num_read, spare),

@@ -109,7 +109,7 @@ def test_pieces_save_what_their_layers_do(name, monkeypatch):
 @pytest.mark.usefixtures("recorded_graphs")
 def test_attention_writes_where_the_next_piece_reads(name, monkeypatch):
     """What it saves of its output is there, and nowhere else; hidden states are there already."""
-    monkeypatch.setattr(cut_layer, "inside_form", lambda _: None)  # as with windows
+    monkeypatch.setattr(cut_layer, "inside_form", lambda _: None)  # as with CP
     there, run = [], Piece.run_forward
 
     def noted(piece, given):

@@ -14,6 +14,7 @@ from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.features.graphs.placed_arenas import FEW_ROWS, PlacedArenas
 from megatron_prefix.features.graphs.placed_runs import PlacedKernel, PlacedRuns
 from megatron_prefix.features.graphs.placed_spans import PlacedSpans
+from megatron_prefix.features.graphs.placed_tails import PlacedTails, TailForm
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.lab.models.build import unwrap
@@ -23,6 +24,7 @@ from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.layers.kind import Part
 from megatron_prefix.sidecar.arena import DeviceBytes
 from megatron_prefix.tree.payload_map import Form, Level, RowMap, Run
+from megatron_prefix.tree.tails import Tail
 from tests.core.features.graphs.test_graphs import config, made, same, shared_step, steps, without
 from tests.harness.hybrid import GDN, gated_delta
 from tests.harness.one_rank import small_model
@@ -69,6 +71,42 @@ def test_a_sheet_says_where_a_segment_lies():
     sheet.of_none({Form.POSITIONS: 100})
     assert {*sheet.levels[0].tolist(), *sheet.written.tolist()} == {*range(100, 116)}
     assert sheet.runs[1].keys.tolist() == [0, 16, 16, 16, 16]
+
+
+def test_windows_of_placed_runs_end_with_their_keys():
+    """Of whose last the last query sees two more; keys of nobody have no gradient."""
+    kernel, draw = KERNELS["math"].windowed(2), torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(n, 2, 4, generator=draw).double() for n in (7, 14, 14, 7))
+
+    def results(chosen, runs, num):
+        out, lse, aux = chosen.forward(q, k[:num], v[:num], runs, 0.5)
+        grads = chosen.backward(dout, q, k[:num], v[:num], out, lse, aux, runs, 0.5)
+        return out, lse, grads[0], *(grad[:12] for grad in grads[1:]), grads[1][12:], grads[2][12:]
+
+    placed = PlacedRuns(starts([3, 4]), starts([5, 7]), True, 4, 7)
+    *ours, of_nobody, _ = results(PlacedKernel(kernel), placed, 14)
+    *theirs, _, _ = results(kernel, Runs((3, 4), (5, 7), causal=True), 12)
+    torch.testing.assert_close(ours, theirs)
+    assert len(of_nobody) == 2 and of_nobody.eq(0).all()
+
+
+def test_tails_of_a_sheet_are_those_of_its_segment():
+    """What is left twice is written twice, to the same row."""
+    form = Form("positions", 3)
+    above = Tail((), ((10, 13), (15, 16)), (((0, 3),), ((1, 3), (3, 4))))
+    planned = SimpleNamespace(
+        tails={form: (RowMap(20, (slice(4, 9),), ((),)), (above,))}, lengths=[[2, 6]]
+    )
+    tails = PlacedTails(TailForm(form, 6, 8, 7), 3, 8, CPU)
+    tails.of_segment(planned, 0, spare=30)
+    keys = tails.keys
+    assert [keys.runs.queries.tolist(), keys.runs.keys.tolist()] == [[0, 2, 8, 8], [0, 5, 14, 14]]
+    assert keys.order.tolist() == [0, 1, 2, 6, 7, 1, 2, 3, *range(8, 14), 0, 0]
+    assert keys.reading.rows.tolist() == [10, 11, 12, 15, 30, 31]
+    assert keys.last.tolist() == [0, 1, 5, 6, 7, 0, 0]
+    assert tails.written.tolist() == [4, 5, 6, 7, 8, 4, 4]
+    tails.of_none(spare=30)
+    assert {*keys.reading.rows.tolist(), *tails.written.tolist()} <= {*range(30, 38)}
 
 
 def of_spans(lengths, parents, written=()):
@@ -209,7 +247,7 @@ def _passed_on(monkeypatch, model, module):
 
 @pytest.mark.usefixtures("recorded_graphs")
 @pytest.mark.parametrize("what", ["nothing", "hook", "block"])
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-deepseek", GDN])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-deepseek", "tiny-gpt-oss", GDN])
 def test_whole_layers_are_one_launch(name, what, monkeypatch):
     """Unless somebody looks at, or changes, what they give each other."""
     spec = gated_delta(3) if name == GDN else {"num_layers": 3, "num_moe_experts": None}
