@@ -102,7 +102,7 @@ class PrefixConfig:
             device for the next run. Not set: they end with the process.
         plan_file: a plan to run instead of the planner's: a file that `plan --csv` has written.
         graph_tokens: run the layers of segments of up to this many positions as CUDA graphs, except
-            recurrences, experts and some attention. Segments are padded to multiples of a 32nd of
+            experts, Mamba2's scan and some attention. Segments are padded to multiples of a 32nd of
             it, and what they keep stays allocated between steps. 0: no graphs. "auto": the longest
             length at which the device waits for the host, if the first steps get faster and fit the
             memory limit, and unless a trainer returns memory to the device between steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
@@ -70,12 +71,6 @@ INSIDE: Mapping[type[Kind], Form] = {
 """Kinds whose cores may be in graphs (placed.py), and what these leave."""
 
 
-def inside_forms(layers: Iterable[Iterable[Kind]]) -> set[Form]:
-    """Of what fills the slots of layers, what cores leave that may be in graphs."""
-    kinds = {type(kind) for of_layer in layers for kind in of_layer}
-    return {form for kind, form in INSIDE.items() if kind in kinds}
-
-
 def inside_form(mixer: Part) -> Form | None:
     """What a mixer leaves, if its core may be in graphs: it has no quantisers, which a trainer may
     change between steps, or its rule runs over chunks that it is given."""
@@ -92,8 +87,10 @@ def looks_back(mixer: Part) -> int:
 
 
 def has_known_chunks(module: Any) -> bool:
-    """Whether the rule of a GatedDeltaNet may be in graphs: flash-linear-attention's, or on the CPU
-    any."""
-    rule = type(module).forward.__globals__.get("chunk_gated_delta_rule")
+    """Whether the rule that a GatedDeltaNet runs in segments may be in graphs: on the CPU any, else
+    flash-linear-attention's. Its descriptors of memory (FLA_USE_TMA) were not tried without
+    positions."""
+    rule = getattr(getattr(module.forward, "__self__", None), "rule", None)
     is_fla = str(getattr(rule, "__module__", "")).startswith(FLA)
-    return is_fla or module.conv1d.weight.device.type == "cpu"
+    is_plain = os.environ.get("FLA_USE_TMA", "0") != "1"
+    return module.conv1d.weight.device.type == "cpu" or (is_fla and is_plain)

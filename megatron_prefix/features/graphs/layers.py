@@ -28,7 +28,7 @@ from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.features.graphs.placed import PlacedForm
 from megatron_prefix.features.graphs.placed_arenas import PlacedArenas
-from megatron_prefix.features.graphs.placed_runs import PlacedKernel, most_runs
+from megatron_prefix.features.graphs.placed_runs import PlacedKernel, placed_runs
 from megatron_prefix.features.graphs.segment_graphs import ROTARY, GraphForm, SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
@@ -351,8 +351,7 @@ class LayerGraphs:
 
     def _form(self, context: SegmentContext, hidden: Tensor) -> GraphForm:
         placed, arenas = None, self.arenas
-        kernels = self._running.kernels.values()
-        most = min(most_runs(kernel, hidden.device) for kernel in kernels)
+        most = placed_runs(self._running, hidden.device)
         if most and arenas.layers and any(layer.inside for layer in self.layers):
             placed = PlacedForm.of(context, most, max(layer.before for layer in self.layers))
             uses = placed is not None and (placed.inner or placed.levels or placed.spans)

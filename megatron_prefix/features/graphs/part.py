@@ -21,9 +21,10 @@ from megatron_prefix.features.graphs.choice import (
     longest_waiting,
     with_graphs,
 )
-from megatron_prefix.features.graphs.kinds import inside_forms
+from megatron_prefix.features.graphs.kinds import inside_form
 from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
 from megatron_prefix.features.graphs.placed_arenas import PlacedArenas
+from megatron_prefix.features.graphs.placed_runs import placed_runs
 from megatron_prefix.layers import table
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import Hooks, installed
@@ -182,9 +183,19 @@ class Graphs(StepPart):
         has_others = exchange is not None or self.config.cache_host_layers
         if not self.even or self.rank.forward_only or has_others:
             return None
-        inside = inside_forms(self._layers[1])
-        rows = {form: planned.rows(form).length for form in (*inside, *planned.tails)}
-        return self._arenas[next(self._chunks)].begin(forms, rows)
+        chunk = next(self._chunks)
+        inside = self._inside(chunk)
+        rows = {form: planned.rows(form).length for form in inside}
+        if Form.POSITIONS in inside:
+            rows |= {form: tail.length for form, (tail, _) in planned.tails.items()}
+        return self._arenas[chunk].begin(forms, rows)
+
+    def _inside(self, chunk: int) -> set[Form]:
+        """What mixers of a model chunk leave whose cores may be in graphs."""
+        hooks = installed(self.rank.models[chunk])
+        if hooks is None or not placed_runs(hooks, self.rank.device):
+            return set()
+        return {form for mixer, _ in hooks.slots if (form := inside_form(mixer)) is not None}
 
     def begin(self, attempt: Attempt) -> None:
         """See StepPart: before another attempt what graphs hold is given back: as much as all

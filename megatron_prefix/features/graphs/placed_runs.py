@@ -14,6 +14,7 @@ from megatron_prefix.device.tolerance import accumulator_dtype
 from megatron_prefix.layers.blocks.batched import Saved
 from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial
 from megatron_prefix.layers.blocks.operators import FA4_RUNS, FA4_SHORT
+from megatron_prefix.layers.kind import Running
 
 
 def most_runs(kernel: Kernel, device: torch.device) -> int:
@@ -22,6 +23,11 @@ def most_runs(kernel: Kernel, device: torch.device) -> int:
     if kernel.name == "math":
         return sys.maxsize if device.type == "cpu" else 0
     return FA4_RUNS if kernel.name == "fa4" else 0
+
+
+def placed_runs(running: Running, device: torch.device) -> int:
+    """How many all kernels of a model chunk take."""
+    return min(most_runs(kernel, device) for kernel in running.kernels.values())
 
 
 class PlacedRuns(NamedTuple):

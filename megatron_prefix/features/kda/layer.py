@@ -79,7 +79,7 @@ class KimiDeltaLayer(DeltaSpans):
         try:
             return self._run(self._within, *args, **kwargs)
         finally:
-            setattr(kernels, RULE, self._stock_rule)
+            setattr(kernels, RULE, self.rule)
 
     def _convolved(
         self, number: int, stock: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any

@@ -34,10 +34,13 @@ class DeltaSpans:
 
     Args:
         rule: the layer's, with the signature of flash-linear-attention's.
+
+    Attributes:
+        rule: as given.
     """
 
     def __init__(self, layer: int, running: Running, rule: Callable[..., Any]) -> None:
-        self._layer, self._running, self._stock_rule = layer, running, rule
+        self._layer, self._running, self.rule = layer, running, rule
         self._names = parameters_of(rule)
         # Else flash-linear-attention reads the lengths back from the device, and the host waits.
         self._takes_lengths = "cu_seqlens_cpu" in self._names
@@ -87,7 +90,7 @@ class DeltaSpans:
         """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]; Megatron gives inputs
         by position, or since 0.20 by name."""
         if self._running.current is None:
-            return self._stock_rule(*args, **options)
+            return self.rule(*args, **options)
         self._called.add("rule")
         names, inputs = self._names[:NUM_INPUTS], self._inputs(args, options)
         if (tap := self._running.tap) is not None:
@@ -105,7 +108,7 @@ class DeltaSpans:
             "output_final_state": states.inner,
             **dict(zip(names, inputs, strict=True)),
         }
-        out, final = states.spans.run(self._stock_rule, options, self._takes_lengths)
+        out, final = states.spans.run(self.rule, options, self._takes_lengths)
         return states.leave(out, final), None
 
     def _inputs(self, args: Sequence[Any], options: dict[str, Any]) -> list[Tensor]:

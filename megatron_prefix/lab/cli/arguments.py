@@ -229,7 +229,7 @@ _TEXTS = {
     "cache_host_layers": "number of layers whose K/V or recurrent states, and their gradients, stay"
     " in host memory until the layer runs: for prompts whose K/V do not fit (default {})",
     "graph_tokens": "run the layers of segments of up to N positions as CUDA graphs, except"
-    " recurrences, experts and some attention: for narrow ranks and short segments, where the host"
+    " experts, Mamba2's scan and some attention: for narrow ranks and short segments, whose host"
     " sets the time. What such a segment keeps stays allocated. auto: the longest length at which"
     " the device waits for the host, if the first steps get faster and fit the memory limit; 0: no"
     " graphs (default {})",

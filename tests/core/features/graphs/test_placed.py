@@ -1,13 +1,13 @@
 """Attention inside of graphs: lengths and rows on the device."""
 
 import sys
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_prefix import PrefixSchedule
-from megatron_prefix.features.graphs import layers, placed
+from megatron_prefix.features.graphs import kinds, layers, placed
 from megatron_prefix.features.graphs.kinds import has_known_chunks, inside_form
 from megatron_prefix.features.graphs.part import Graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
@@ -157,20 +157,25 @@ def test_rules_have_chunks_of_the_spans_that_are_captured(monkeypatch):
     assert module.prepare_chunk_indices is module.prepare_chunk_offsets is stock
 
 
-def test_rules_of_others_run_outside():
+def test_rules_of_others_run_outside(monkeypatch):
     """On a GPU; they may read lengths on the host."""
-    device = SimpleNamespace(type="cuda")
-    weight = SimpleNamespace(device=device)
-
-    class Layer:
-        conv1d = SimpleNamespace(weight=weight)
-
-        def forward(self): ...
-
+    weight = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     for module, is_known in (("fla.ops.gated_delta_rule.chunk", True), ("trainer.rules", False)):
-        rule = SimpleNamespace(__module__=module)
-        Layer.forward = FunctionType(Layer.forward.__code__, {"chunk_gated_delta_rule": rule})
-        assert has_known_chunks(Layer()) is is_known
+        holder = SimpleNamespace(rule=SimpleNamespace(__module__=module))
+        forward = SimpleNamespace(__self__=holder)
+        layer = SimpleNamespace(conv1d=SimpleNamespace(weight=weight), forward=forward)
+        assert has_known_chunks(layer) is is_known
+    monkeypatch.setenv("FLA_USE_TMA", "1")
+    holder.rule.__module__ = "fla.ops.gated_delta_rule.chunk"
+    assert not has_known_chunks(layer)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_arenas_that_no_graph_reads_do_not_stay(monkeypatch):
+    monkeypatch.setattr(kinds, "has_known_chunks", lambda _: False)
+    model = small_model(GDN, spec=gated_delta(3))
+    steps(model, config(), 3)
+    assert {*made(model).arenas.values} == {1}  # attention's
 
 
 def arena_of(places, num):
