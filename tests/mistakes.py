@@ -142,7 +142,7 @@ def _another_parent(stock: Any) -> Any:
     return wrong
 
 
-def _not_moved(y: torch.Tensor, places: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+def _not_moved(y: torch.Tensor, places: torch.Tensor, again: torch.Tensor, _: Any) -> torch.Tensor:
     """Gradients go where values were overwritten."""
     change = torch.zeros_like(y)
     change[0] = change[0].index_copy(0, places, again - y[0, places].detach())
