@@ -393,7 +393,8 @@ class LayerGraphs:
         failed, number = self._most_of_ranks(bool(why), number)
         if failed:
             why = why or "another tensor-parallel rank could not capture its layers"
-            self._give_up(why, number - 1)
+            if number == 0 or form.placed is None or not self._left_outside(why, number - 1):
+                self._give_up(why, number - 1)
             return False
         self._addresses, self.captures = self._current_addresses(), self.captures + 1
         logger.info(
@@ -402,6 +403,19 @@ class LayerGraphs:
             len(hidden),
         )
         return True
+
+    def _left_outside(self, why: str, number: int) -> bool:
+        """Whether layers like the one with a number had their cores in graphs, and are cut there
+        from now on."""
+        kinds = next((layer.kinds for layer in self.layers if layer.number == number), None)
+        chosen = [layer for layer in self.layers if layer.kinds == kinds and layer.inside]
+        for layer in chosen:
+            layer.inside, layer.before = None, 0
+        if chosen:
+            self._free.clear()
+            of = " and ".join(kind.name for kind in kinds or () if kind)
+            logger.warning("layers of %s run their cores without CUDA graphs: %s", of, why)
+        return bool(chosen)
 
     def _give_up(self, why: str, number: int) -> None:
         """Nothing more is captured of layers like the one with a number; of none if it is -1."""

@@ -16,6 +16,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_prefix import PrefixSchedule
 from megatron_prefix.features.graphs import cut_layer
 from megatron_prefix.features.graphs.kinds import GRAPHED, Graphed
+from megatron_prefix.features.graphs.pieces import CannotCaptureError
+from megatron_prefix.features.graphs.placed_spans import PlacedSpans
 from megatron_prefix.features.recurrent.mamba import Mamba2
 from megatron_prefix.lab.models.build import unwrap
 from tests.core.features.graphs.test_graphs import as_without, config, made, same, steps, without
@@ -59,11 +61,23 @@ def test_what_cannot_be_captured_leaves_others_theirs(change, said, caplog):
     for model in (plain, graphed):
         for layer in unwrap(model).decoder.layers[::2]:
             change(layer.self_attention)
-    ours = steps(graphed, config())
+    ours = steps(graphed, config(), 3)
     assert made(graphed).captures > 0 and not made(graphed).refused
     assert caplog.text.count("layers of GatedDeltaNet and MLP run without CUDA graphs") == 1
     assert said in caplog.text
-    same(ours, without(plain, config()))
+    same(ours, without(plain, config(), 3))
+
+
+def test_a_rule_that_cannot_be_inside_runs_between_graphs(monkeypatch, caplog):
+    def refused(*_):
+        raise CannotCaptureError("chunks of 32")
+
+    plain, model = (small_model(GDN, spec=gated_delta(4)) for _ in range(2))
+    expected = without(plain, config(), 3)
+    monkeypatch.setattr(PlacedSpans, "run", refused)
+    same(steps(model, config(), 3), expected)
+    assert caplog.text.count("run their cores without CUDA graphs: chunks of 32") == 1
+    assert not made(model).refused and len(made(model).layers) == 3 and made(model).captures > 0
 
 
 def test_a_layer_without_megatrons_method_has_none(monkeypatch, caplog):
