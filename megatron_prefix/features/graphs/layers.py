@@ -413,6 +413,7 @@ class LayerGraphs:
             layer.inside, layer.before = None, 0
         if chosen:
             self._free.clear()
+            self.layers = [*self.layers]  # another list: sets that segments have now are dropped
             of = " and ".join(kind.name for kind in kinds or () if kind)
             logger.warning("layers of %s run their cores without CUDA graphs: %s", of, why)
         return bool(chosen)

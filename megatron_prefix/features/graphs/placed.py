@@ -34,11 +34,7 @@ from megatron_prefix.features.graphs.placed_spans import PlacedSpans
 from megatron_prefix.features.graphs.placed_tails import PlacedTails, TailForm
 from megatron_prefix.features.windows.windowed import WindowKeys
 from megatron_prefix.layers.segment import SegmentContext
-from megatron_prefix.sidecar.arena import (
-    KeyValue,
-    Payload,
-    with_returned,
-)
+from megatron_prefix.sidecar.arena import KeyValue, Payload, with_returned
 from megatron_prefix.sidecar.cache import SegmentState
 from megatron_prefix.tree.payload_map import Form, Level, RowMap
 
@@ -120,7 +116,10 @@ class PlacedForm(NamedTuple):
             return False
         if len(self.levels) != len(other.levels) or self.runs < other.runs:
             return False
-        if self.spans and other.spans and not self.spans.covers(other.spans):
+        if self.spans is None or other.spans is None:
+            if self.spans is not other.spans:
+                return False
+        elif not self.spans.covers(other.spans):
             return False
         pairs = zip(self.tails, other.tails, strict=True)
         if not all(tail.covers(needed, MORE_ROWS) for tail, needed in pairs):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
 
 FEW_ROWS = 128
-"""Spare rows behind those of an arena, of zeros: who has fewer keys, or spans, than its form reads
-them, and adds zeros to their gradients, which captures read. Several, where rows are small, as
+"""Spare rows behind those of an arena. A segment with fewer keys, or spans, than its form reads
+these instead, and adds zeros to their gradients. There are several where rows are small, as
 additions to one row wait for one another."""
 STEPS = 4
 """Numbers of rows that forms have between two powers of two."""

@@ -27,8 +27,8 @@ from megatron_prefix.sidecar.arena import Reading
 CHUNKS, OFFSETS = "prepare_chunk_indices", "prepare_chunk_offsets"
 """Functions of fla.ops.utils.index that make of lengths, which they read on the host, what its
 kernels run over: (cu_seqlens, positions of a chunk, ...) -> span and number of every chunk; and the
-first chunk of every span. They are no interface: where a rule calls others, capturing its layer
-fails, and layers of its kind run without graphs."""
+first chunk of every span. They are no interface: where a rule calls others, capturing it fails, and
+it runs between graphs."""
 
 
 class PlacedSpans:

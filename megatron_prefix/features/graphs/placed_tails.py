@@ -97,7 +97,7 @@ class PlacedTails:
         self, lengths: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]],
         read: Sequence[np.ndarray], written: np.ndarray, spare: int,
     ) -> None:  # fmt: skip
-        """The host does not wait."""
+        """Puts numbers into their places; the host does not wait."""
         form, window = self._form.form, self._form.form.last or 0
         num_read = sum(map(len, read))
         order, queries, keys = key_order(lengths, spans, window, self._form.read)
@@ -105,12 +105,12 @@ class PlacedTails:
         parts = [
             starts_of(queries, self._runs), starts_of(keys, self._runs),
             _padded(order, self._num_keys, 0), *read, spare_rows(self._form.read - num_read, spare),
-            *(_padded(rows, self._form.left, rows[0]) for rows in (last, written) if len(rows)),
         ]  # fmt: skip
-        numbers = np.concatenate(parts)[: len(self._numbers)]
-        self._numbers.copy_(to_device(self._numbers.device, numbers))
+        if self._form.left:
+            parts += [_padded(rows, self._form.left, rows[0]) for rows in (last, written)]
+        self._numbers.copy_(to_device(self._numbers.device, np.concatenate(parts)))
         self._starts.copy_(self._numbers[: len(self._starts)])
 
 
 def _padded(numbers: np.ndarray, most: int, rest: int) -> np.ndarray:
-    return np.concatenate([numbers[:most], np.full(max(0, most - len(numbers)), rest)])
+    return np.concatenate([numbers, np.full(most - len(numbers), rest)])

@@ -346,6 +346,7 @@ def test_graphs_serve_segments_with_fewer_runs_and_keys():
     served = [other(), other(runs=2), other(levels=(LevelForm(1, 384),))]
     not_served = [
         other(runs=16), other(inner=True), other(positions=32), other(levels=()),
+        other(spans=SpanForm(1, 3)),
         other(levels=(LevelForm(8, 512),)), other(levels=(LevelForm(4, 640),)),
         other(levels=(LevelForm(4, 256),)), form._replace(placed=None),
         form._replace(positions=32), form._replace(taps_mlps=True), form._replace(chained=True),
