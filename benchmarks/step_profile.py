@@ -206,7 +206,8 @@ def prepared(given: argparse.Namespace, layout: Layout) -> dict[str, Callable[[]
     spec = spec if spec.vocab_size else spec.with_vocab(64)
     chunks = options.build(spec, layout)
     groups = groups_of(given, layout.dp * layout.pp, spec.vocab_size or 0, options.seed)
-    baseline, config = arguments.baseline_of(given), arguments.config_of(given, mode="on")
+    mode = given.prefix_schedule
+    baseline, config = arguments.baseline_of(given), arguments.config_of(given, mode=mode)
     mine, least = of_this_rank(spec, layout, groups, config, baseline, options.seed)
     items = made(mine, baseline, layout.alignment, least, options.seed)
     prefix = PrefixSchedule(config, Callbacks(loss.trained))
@@ -230,6 +231,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--step-tokens", type=int, default=100_000, help="of a file")
     parser.add_argument("--steps", type=int, default=4, help="before the one that is watched")
     parser.add_argument("--functions", type=int, default=0, help="more steps to say this of")
+    text = "auto keeps to the stock schedule's memory, too"
+    arguments.add_choice(parser, "--prefix-schedule", text, ("on", "auto"), "on")
     parser.add_argument("--trace", help="write the prefix schedule's step for chrome://tracing")
     arguments.add_baseline(parser)
     add_model(parser, model="tiny-llama", dtype="bfloat16")
