@@ -66,17 +66,19 @@ class LayerGraphs:
     """Graphs of the layers of one model chunk.
 
     Args:
-        layers: Megatron's, in the order in which they run, and what fills the slots of each, the
-            MLP's last.
+        layers: Megatron's, in the order in which they run, each behind its number, and what fills
+            its slots, the MLP's last. One is given what the one in front of it gives if their
+            numbers follow each other.
         running: says which segment runs.
         most: positions of the longest segment that has graphs.
         ranks: that share the positions of hidden states (sequence and context parallelism).
         group: tensor-parallel ranks. NCCL wants what one of them launches by a graph to be launched
             so by all, so they agree in a step's first such segment and after a capture.
-        handed: whether each layer is given what the one in front of it gives, and nobody else
-            reads that.
+        handed: whether nobody else reads or writes that.
+        further: whether layers inside multi-token prediction are among them.
 
     Attributes:
+        further: as given.
         layers: those with graphs.
         most: as given.
         refused: why nothing more is captured; "" if something may be.
@@ -86,10 +88,11 @@ class LayerGraphs:
     """
 
     def __init__(
-        self, layers: Iterable[tuple[Any, Sequence[Part]]], running: Running, most: int,
-        ranks: int, group: Any = None, handed: bool = False,
+        self, layers: Iterable[tuple[int, Any, Sequence[Part]]], running: Running, most: int,
+        ranks: int, group: Any = None, handed: bool = False, *, further: bool = False,
     ) -> None:  # fmt: skip
         self._current_cut: Cut | None = None
+        self.further = further
         self.refused, self.captures, self.captured, self.used = "", 0, 0.0, False
         self._all = self.layers = self._cut(layers)
         self._follow()
@@ -107,10 +110,10 @@ class LayerGraphs:
         self._given: tuple[Callable[[], Tensor | None], int] | None = None
         self.arenas = PlacedArenas()
 
-    def _cut(self, layers: Iterable[tuple[Any, Sequence[Part]]]) -> list[CutLayer]:
+    def _cut(self, layers: Iterable[tuple[int, Any, Sequence[Part]]]) -> list[CutLayer]:
         """Those that have graphs; a line says why others have none."""
         result, without = list[CutLayer](), dict[str, None]()
-        for number, (layer, (mixer, mlp)) in enumerate(layers):
+        for number, layer, (mixer, mlp) in layers:
             if names := without_graphs(layer.config, (mixer.kind, mlp.kind)):
                 without[f" of {names} run without CUDA graphs"] = None
                 continue

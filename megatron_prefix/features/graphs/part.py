@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,9 @@ from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
 from megatron_prefix.features.graphs.placed_arenas import PlacedArenas
 from megatron_prefix.features.graphs.placed_runs import placed_runs
 from megatron_prefix.layers import table
+from megatron_prefix.layers.kind import Part
 from megatron_prefix.layers.model import layers_of
+from megatron_prefix.layers.releases import transformer_layers
 from megatron_prefix.megatron.install import Hooks, installed
 from megatron_prefix.parts import Attempt, StepPart, TimedStep
 from megatron_prefix.run.agreement import all_say, first_says
@@ -221,23 +224,20 @@ class Graphs(StepPart):
         """Of the layers of a model chunk, for segments of up to `even` positions. The last layer of
         the last stage runs on what is read."""
         graphs: LayerGraphs | None = hooks.kept.get(Graphs)
-        if graphs is not None and graphs.most == self.even:
+        further = hooks.predicts_further
+        if graphs is not None and (graphs.most, graphs.further) == (self.even, further):
             return graphs
         if graphs is not None:
             graphs.drop_sets()
         hooks.keep(Graphs, None)
         if not self.even:
             return None
-        layers = [*hooks.model.decoder.layers]
-        if hooks.keys_only is not None:
-            layers.pop()
-        # Layers inside multi-token prediction have slots, too, and come last.
-        filled = zip(layers, hooks.slots, strict=False)
         ranks = self.rank.model.sequence_ranks * self.rank.config.context_parallel_size
         # Others' may add to what layers give each other, as some vision-language models' do.
         handed = type(hooks.model.decoder).forward.__module__.startswith("megatron.core.")
         group = hooks.model.pg_collection.tp
-        graphs = LayerGraphs(filled, hooks, self.even, ranks, group, handed)
+        layers = numbered_layers(hooks)
+        graphs = LayerGraphs(layers, hooks, self.even, ranks, group, handed, further=further)
         hooks.keep(Graphs, graphs, graphs.overrides())
         return graphs
 
@@ -339,6 +339,20 @@ class Graphs(StepPart):
         """Later steps are planned with what graphs hold; the same on all ranks."""
         known = self.kept.get(_HELD, Held())
         self.kept[_HELD] = Held(*(new or old for new, old in zip(held, known, strict=True)))
+
+
+def numbered_layers(hooks: Hooks) -> Iterator[tuple[int, Any, Sequence[Part]]]:
+    """Layers that may have graphs, with their numbers and what fills their slots. The last layer of
+    the last stage runs on what is read. Those inside multi-token prediction are given what others
+    have made in between, so their numbers do not follow each other; nor may one run several times.
+    """
+    layers, num = transformer_layers(hooks.model), len(hooks.model.decoder.layers)
+    turns = Counter(map(id, layers))
+    for place, (layer, parts) in enumerate(zip(layers, hooks.slots, strict=True)):
+        if place < num and (hooks.keys_only is None or place < num - 1):
+            yield place, layer, parts
+        elif place >= num and hooks.predicts_further and turns[id(layer)] == 1:
+            yield 2 * place, layer, parts
 
 
 def graphs_of(model: Any) -> LayerGraphs | None:

@@ -16,10 +16,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_prefix import PrefixSchedule
 from megatron_prefix.features.graphs import cut_layer
 from megatron_prefix.features.graphs.kinds import GRAPHED, Graphed
+from megatron_prefix.features.graphs.part import numbered_layers
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.features.graphs.placed_spans import PlacedSpans
 from megatron_prefix.features.recurrent.mamba import Mamba2
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.megatron.install import installed
 from tests.core.features.graphs.test_graphs import as_without, config, made, same, steps, without
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
 from tests.harness.one_rank import small_model
@@ -144,3 +146,17 @@ def test_a_capture_that_fails_keeps_nothing(caplog):
     assert "no memory here" in caplog.text
     gc.collect()
     assert [node() for node in left] == [None]
+
+
+def test_layers_of_further_tokens_are_launches_of_their_own():
+    """What they are given is made in between; a step that does not predict further has none."""
+    model, twin = (small_model(spec={"mtp_num_layers": 2}) for _ in range(2))
+    as_without(model, twin, config())
+    graphs, hooks = made(model), installed(model)
+    first, second, *further = (layer.number for layer in graphs.layers)
+    of_further = [
+        sides[number] for s in graphs.sets for sides in s.made.values() for number in further
+    ]
+    assert len(further) == 2 and of_further and all(len(s.pieces) == 1 for s in of_further)
+    hooks.predicts_further = False
+    assert [number for number, *_ in numbered_layers(hooks)] == [first, second]
