@@ -11,6 +11,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_prefix import PrefixSchedule
@@ -148,8 +149,9 @@ def test_a_capture_that_fails_keeps_nothing(caplog):
     assert [node() for node in left] == [None]
 
 
-def test_layers_of_further_tokens_are_launches_of_their_own():
+def test_layers_of_further_tokens_are_launches_of_their_own(monkeypatch):
     """What they are given is made in between; a step that does not predict further has none."""
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})  # it has one size in a process
     model, twin = (small_model(spec={"mtp_num_layers": 2}) for _ in range(2))
     as_without(model, twin, config())
     graphs, hooks = made(model), installed(model)
