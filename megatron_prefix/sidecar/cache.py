@@ -33,6 +33,7 @@ from megatron_prefix.sidecar.arena import (
     Rows,
     TailReading,
 )
+from megatron_prefix.tree.fronts import Front, front_of
 from megatron_prefix.tree.payload_map import Form, PayloadMap, one_interval
 
 if TYPE_CHECKING:
@@ -152,6 +153,13 @@ class SidecarCache:
             reading = LevelReading(keys, index, level.queries, key_lengths, queries)
             self._made[index, number] = reading
         return reading
+
+    def front(self, index: int) -> Front | None:
+        """What precedes a segment's own keys; nothing where others have its ancestors', or they
+        have places of their own."""
+        if self.exchange is not None or self._special is not None:
+            return None
+        return front_of(self.map.levels[index], self.map.lengths[index])
 
     def once(self, index: int, what: Any, make: Callable[[], T]) -> T:
         """`make()`, called once a step for each segment and key `what`."""

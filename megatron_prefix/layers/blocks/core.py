@@ -1,4 +1,5 @@
 """Attention of a segment: its spans' causal blocks, a block a level of ancestors, one merge.
+The keys of short ancestors are in the causal blocks, too (front.py).
 
 One autograd function computes attention and uses the sidecar. Its forward copies the payload of an
 inner segment into the sidecar: K/V, or that from which its descendants make them (shared.py). Its
@@ -16,17 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_prefix.layers.blocks.front import FrontKeys, KeysInFront, front_keys
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.merge import merge, sink_gradient, with_sink
 from megatron_prefix.layers.blocks.shared import KEYS, Shared
 from megatron_prefix.layers.segment import SegmentContext
-from megatron_prefix.sidecar.arena import Rows
+from megatron_prefix.sidecar.arena import KeyValue, OwnKeys, Rows
 from megatron_prefix.tree import cp_layout
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -58,10 +61,14 @@ def segment_attention(
     """
     cast = _AS_IT_IS if shared.is_keys else autocast_now(query.device.type)
     saved = context.inner and shared.is_keys
-    num_levels = context.num_levels if shared.window is None else 0
-    call = _AttentionCall(context, layer, scale, kernel, shared, cast, into, saved, num_levels)
+    takes_fronts = shared.is_keys and kernel.takes_fronts
+    front = front_keys(context, key.device) if takes_fronts else None
+    in_front = front.levels if front else ()
+    numbers = range(context.num_levels if shared.window is None else 0)
+    levels = tuple(number for number in numbers if number not in in_front)
+    call = _AttentionCall(context, layer, scale, kernel, shared, cast, into, saved, levels, front)
     # Where nothing is expanded here, weights have no gradient to get.
-    weights = shared.weights if num_levels else ()
+    weights = shared.weights if levels else ()
     out: Tensor = _SegmentAttention.apply(
         query.squeeze(1), key.squeeze(1), value.squeeze(1), sink, call, *weights
     )
@@ -80,7 +87,8 @@ class _AttentionCall(NamedTuple):
 
     Attributes:
         saved: whether the sidecar has the segment's own K and V.
-        num_levels: kernel calls over keys of ancestors.
+        levels: of ancestors, each of which is a call of the kernel.
+        front: others, whose keys are in front of own ones.
     """
 
     context: SegmentContext
@@ -91,7 +99,15 @@ class _AttentionCall(NamedTuple):
     autocast: contextlib.AbstractContextManager[Any]
     into: Tensor | None
     saved: bool
-    num_levels: int
+    levels: Sequence[int]
+    front: FrontKeys | None
+
+    def own(self, key_value: KeyValue) -> tuple[OwnKeys, Runs]:
+        """Keys of the causal call, and its runs."""
+        own, runs = self.shared.own(self.context, self.layer, key_value)
+        if self.front is None:
+            return own, runs
+        return KeysInFront(own, self.front, self.context, self.layer), self.front.runs
 
 
 class _SegmentAttention(torch.autograd.Function):
@@ -106,13 +122,13 @@ class _SegmentAttention(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         context, layer, scale, kernel, shared, *_ = call
-        cache, (own_keys, own_runs) = context.cache, shared.own(context, layer, (key, value))
+        cache, (own_keys, own_runs) = context.cache, call.own((key, value))
         if not call.saved:
             context.capture(layer, shared, key, value)
         context.enter(layer, backward=context.backward)
         own_kv = own_keys.runs() if context.joined else None  # first: its own suffixes read them
         above = []
-        for number in range(call.num_levels):
+        for number in call.levels:
             level = cache.level(context.index, number)
             key_value = shared.keys(cache.read(layer, context.index, level))
             runs = context.level_runs[number]
@@ -136,7 +152,7 @@ class _SegmentAttention(torch.autograd.Function):
         context, layer, scale, kernel, shared, autocast, *_ = call
         cache, (query, out, lse, sink, *saved) = context.cache, ctx.saved_tensors
         key, value = saved or cache.own(layer, context.index)
-        own_keys, own_runs = shared.own(context, layer, (key, value))
+        own_keys, own_runs = call.own((key, value))
         context.enter(layer, backward=True)
         query_grad, *gradients = kernel.backward(
             out_grad, query, *own_keys.runs(), out, lse, ctx.aux[0], own_runs, scale
@@ -144,7 +160,7 @@ class _SegmentAttention(torch.autograd.Function):
         if not context.joined:  # as early as can be; they may be large, and are not kept here
             own_keys.send((gradients.pop(0), gradients.pop(0)))
         sums: list[Tensor | None] = [None] * ctx.num_weights
-        for number, level_aux in enumerate(ctx.aux[1:]):
+        for number, level_aux in zip(call.levels, ctx.aux[1:], strict=True):
             level = cache.level(context.index, number)
             payload, queries = cache.read(layer, context.index, level), level.queries
             with autocast:

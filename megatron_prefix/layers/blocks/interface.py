@@ -65,9 +65,14 @@ class Runs:
 
 
 class Kernel:
-    """One way to run blocks; shapes as above."""
+    """One way to run blocks; shapes as above.
+
+    Attributes:
+        takes_fronts: whether one call takes causal runs of any lengths with more keys than queries.
+    """
 
     name: str
+    takes_fronts = False
 
     def begin_step(self) -> None:
         """Called before every step; for kernels that learn from earlier shapes."""

@@ -44,7 +44,7 @@ BIN_BATCH_SEARCH_THRESH)."""
 class MathKernel(Batched):
     """Exact and slow: the truth for the others, and the kernel for fp64."""
 
-    name, has_windows = "math", True
+    name, has_windows, takes_fronts = "math", True, True
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
@@ -150,6 +150,7 @@ class _Varlen(Batched):
         short: equal runs with at most so many queries or keys are a varlen call, too.
     """
 
+    takes_fronts = True
     short = 0
     most_runs = sys.maxsize
 
