@@ -216,6 +216,17 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def summed(gradient: Tensor, numbers: Tensor | None) -> Tensor:
+    """Sums of `numbers` of neighbours, in fp32 or wider and always in one order: [runs, ...]; None:
+    each is alone."""
+    if numbers is None:
+        return gradient
+    # Not checked: that would make the host wait.
+    flat = gradient.flatten(1).to(wider(gradient.dtype))
+    sums = torch.segment_reduce(flat, "sum", lengths=numbers, axis=0, unsafe=True)
+    return sums.unflatten(1, gradient.shape[1:])
+
+
 def _num_bytes(tensors: Sequence[Tensor]) -> int:
     return sum([tensor.nbytes for tensor in tensors])
 

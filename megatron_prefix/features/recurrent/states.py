@@ -16,7 +16,7 @@ from megatron_prefix.features.recurrent.moves import with_some
 from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.layers.kind import Running
 from megatron_prefix.layers.own_backward import with_backward
-from megatron_prefix.sidecar.arena import Payload, Reading, wider
+from megatron_prefix.sidecar.arena import Payload, Reading, summed, wider
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
@@ -145,14 +145,3 @@ def _leave(out: Tensor, state: Tensor, tail: Tensor, context: SegmentContext, la
 
     output: Tensor = with_backward(capture, pull, out, state, tail)
     return output
-
-
-def summed(gradient: Tensor, numbers: Tensor | None) -> Tensor:
-    """Sums of neighbours, in fp32 or wider and always in one order: [runs, ...]; None: each is
-    alone."""
-    if numbers is None:
-        return gradient
-    # Not checked: that would make the host wait.
-    flat = gradient.flatten(1).to(wider(gradient.dtype))
-    summed = torch.segment_reduce(flat, "sum", lengths=numbers, axis=0, unsafe=True)
-    return summed.unflatten(1, gradient.shape[1:])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_device
 from megatron_prefix.layers.blocks.interface import Runs
-from megatron_prefix.sidecar.arena import KeyValue, OwnKeys, Reading, wider
+from megatron_prefix.sidecar.arena import KeyValue, OwnKeys, Reading, summed
 from megatron_prefix.sidecar.cache import as_rows
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.fronts import Front
@@ -29,21 +29,20 @@ class FrontKeys(NamedTuple):
 
     Attributes:
         levels: that the call takes the place of.
-        reading: the ancestors' rows, `num_read`.
+        reading: the ancestors' rows.
         order: of every key its place in [ancestors' keys, own keys], int64 [keys].
         own: where own keys are among the keys, int64 [positions].
-        copies: where copies are, int64 [copies].
-        copied: which of the ancestors' keys each copy is of, int64 [copies].
+        copies: where copies are, those of one ancestor's key side by side, int64 [copies].
+        numbers: copies of each of these keys, int64 [num_read].
         runs: of the queries.
     """
 
     levels: tuple[int, ...]
     reading: Reading
-    num_read: int
     order: Tensor
     own: Tensor
     copies: Tensor
-    copied: Tensor
+    numbers: Tensor
     runs: Runs
 
     @classmethod
@@ -51,12 +50,13 @@ class FrontKeys(NamedTuple):
         """Of spans of these lengths."""
         num_read = sum(stop - start for start, stop in front.rows)
         places, queries, keys = key_order(lengths, front.spans, num_read, num_read)
-        is_own = places >= num_read
-        parts = places, np.flatnonzero(is_own), np.flatnonzero(~is_own), places[~is_own]
-        numbers = to_device(device, np.concatenate(parts)).split([*map(len, parts)])
+        own, copies = np.flatnonzero(places >= num_read), np.flatnonzero(places < num_read)
+        copies = copies[np.argsort(places[copies], kind="stable")]
+        parts = places, own, copies, np.bincount(places[copies], minlength=num_read)
+        on_device = to_device(device, np.concatenate(parts)).split([*map(len, parts)])
+        order, of_own, of_copies, numbers = on_device
         reading, runs = Reading(as_rows(device, front.rows)), Runs(queries, keys, causal=True)
-        order, own, copies, copied = numbers
-        return cls(front.levels, reading, num_read, order, own, copies, copied, runs)
+        return cls(front.levels, reading, order, of_own, of_copies, numbers, runs)
 
 
 def front_keys(context: SegmentContext, device: torch.device) -> FrontKeys | None:
@@ -88,14 +88,9 @@ class KeysInFront:
 
     def send(self, gradients: KeyValue) -> None:
         front = self._front
-        sums = [
-            gradient.new_zeros((front.num_read, *gradient.shape[1:]), dtype=wider(gradient.dtype))
-            for gradient in gradients
-        ]
-        for total, gradient in zip(sums, gradients, strict=True):
-            copies = gradient.index_select(0, front.copies)
-            total.index_add_(0, front.copied, copies.to(total.dtype))
-        self._cache.add(*self._place, front.reading, tuple(sums))
+        copies = (gradient.index_select(0, front.copies) for gradient in gradients)
+        sums = tuple([summed(of_copies, front.numbers) for of_copies in copies])
+        self._cache.add(*self._place, front.reading, sums)
         key, value = (gradient.index_select(0, front.own) for gradient in gradients)
         self._own.send((key, value))
 
