@@ -118,6 +118,37 @@ _ACROSS = (
     ),
 )
 
+# Keys in front ------------------------------------------------------------------------------
+
+_fronts = _area("fronts", "tests/test_cases.py -k chunks")
+_FRONTS = (
+    _fronts(
+        "copies-side-by-side-with-others",
+        "layers/blocks/front.py",
+        '        copies = copies[np.argsort(places[copies], kind="stable")]\n',
+        "",
+    ),
+    _fronts(
+        "gradients-of-copies-not-sent",
+        "layers/blocks/front.py",
+        "        self._cache.add(*self._place, front.reading, sums)\n",
+        "",
+    ),
+    _fronts(
+        "in-front-and-a-call-as-well",
+        "layers/blocks/core.py",
+        "number for number in numbers if number not in in_front",
+        "numbers",
+    ),
+    _fronts(
+        "as-many-copies-as-there-are",
+        "tree/fronts.py",
+        "        if total <= MOST_COPIES * starts[-1]:",
+        "        if total:",
+        "tests/core/tree/test_fronts.py\ntests/core/layers/test_front.py",
+    ),
+)
+
 # Graphs --------------------------------------------------------------------------------------
 
 _G = "tests/core/features/graphs/test_graphs.py"
@@ -129,6 +160,13 @@ _CHOICE = "tests/core/features/graphs/test_graph_choice.py"
 _G_ROWS = "tests/test_cases_with_graphs.py"
 _graphs = _area("graphs", f"{_G}\n{_G_ROWS}")
 _GRAPHS = (
+    _graphs(
+        "further-layers-numbered-as-if-one-followed-the-other",
+        "features/graphs/part.py",
+        "            yield 2 * place, layer, parts",
+        "            yield place, layer, parts",
+        _G_HYBRID,
+    ),
     _graphs(
         "one-place-for-all-waves",
         "plan/memory.py",
@@ -2116,6 +2154,6 @@ _VERSIONS = (
 )  # fmt: skip
 
 MUTANTS: tuple[Mutant, ...] = (
-    *_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_OF_KIMI, *_OWN_DSA, *_DSA, *_ROUTES, *_BYTES,
+    *_ACROSS, *_FRONTS, *_GRAPHS, *_VISION, *_OWN_GDN, *_OF_KIMI, *_OWN_DSA, *_DSA, *_ROUTES, *_BYTES,
     *_PLANS, *_FEATURES, *_VERSIONS,
 )  # fmt: skip
