@@ -2154,6 +2154,6 @@ _VERSIONS = (
 )  # fmt: skip
 
 MUTANTS: tuple[Mutant, ...] = (
-    *_ACROSS, *_FRONTS, *_GRAPHS, *_VISION, *_OWN_GDN, *_OF_KIMI, *_OWN_DSA, *_DSA, *_ROUTES, *_BYTES,
-    *_PLANS, *_FEATURES, *_VERSIONS,
+    *_ACROSS, *_FRONTS, *_GRAPHS, *_VISION, *_OWN_GDN, *_OF_KIMI, *_OWN_DSA, *_DSA, *_ROUTES,
+    *_BYTES, *_PLANS, *_FEATURES, *_VERSIONS,
 )  # fmt: skip
