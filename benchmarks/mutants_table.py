@@ -143,7 +143,7 @@ _FRONTS = (
     _fronts(
         "as-many-copies-as-there-are",
         "tree/fronts.py",
-        "        if total <= MOST_COPIES * starts[-1]:",
+        "        if total <= min(MOST_COPIES * starts[-1], PIECE_KEYS):",
         "        if total:",
         "tests/core/tree/test_fronts.py\ntests/core/layers/test_front.py",
     ),
@@ -160,6 +160,13 @@ _CHOICE = "tests/core/features/graphs/test_graph_choice.py"
 _G_ROWS = "tests/test_cases_with_graphs.py"
 _graphs = _area("graphs", f"{_G}\n{_G_ROWS}")
 _GRAPHS = (
+    _graphs(
+        "further-layers-given-up-with-the-decoders",
+        "features/graphs/layers.py",
+        "            return layer.kinds, 0 < self.further <= layer.number",
+        "            return layer.kinds, False",
+        _G_HYBRID,
+    ),
     _graphs(
         "further-layers-numbered-as-if-one-followed-the-other",
         "features/graphs/part.py",

@@ -22,7 +22,7 @@ from megatron_prefix.features.recurrent import delta, states
 from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.features.windows import windowed
 from megatron_prefix.features.windows.windowed import Tails, WindowKeys
-from megatron_prefix.layers.blocks import core, front
+from megatron_prefix.layers.blocks import core
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run import planning, schedule
@@ -300,7 +300,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "no last backward": (Executor, "__init__", _without_the_last),
     "last rows of this rank": (RowExchange, "total", lambda self, mine: mine),
     "gradients of this rank": (Tails, "returned", _gradients_of_this_rank),
-    "pieces turned": (front, "cp_layout", _layout(pieces=_turned)),
-    "keys as gathered": (front, "cp_layout", _layout(view_order=_as_gathered)),
+    "pieces turned": (windowed, "cp_layout", _layout(pieces=_turned)),
+    "keys as gathered": (windowed, "cp_layout", _layout(view_order=_as_gathered)),
 }
 """Owner, name, and what stands there instead."""

@@ -155,8 +155,8 @@ class SidecarCache:
         return reading
 
     def front(self, index: int) -> Front | None:
-        """What precedes a segment's own keys; nothing where others have its ancestors', or they
-        have places of their own."""
+        """What precedes a segment's own keys; None with context parallelism, or where arenas of
+        some layers are not plain ones."""
         if self.exchange is not None or self._special is not None:
             return None
         return front_of(self.map.levels[index], self.map.lengths[index])

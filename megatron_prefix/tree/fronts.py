@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_prefix.tree.payload_map import Level, Run
+from megatron_prefix.tree.views import PIECE_KEYS
 
 MOST_COPIES = 1.0
-"""Copies of keys at most, of a segment's own keys. A level of 16,000 queries takes an H200 about
-1.5 ms, as many copies of keys of 8 heads a tenth (benchmarks/LOG.md); but they take memory."""
+"""Copies of keys at most, of a segment's own keys: they, and their gradients, take memory. So there
+are no more than PIECE_KEYS in any case."""
 
 
 class Front(NamedTuple):
@@ -35,7 +36,7 @@ class Front(NamedTuple):
 
 
 def front_of(levels: Sequence[Level], lengths: Sequence[int]) -> Front | None:
-    """The levels with fewest copies, as many as are at most MOST_COPIES; None: not one.
+    """The levels with fewest copies, as long as these are few enough in all; None: not one.
 
     Args:
         levels: of a segment.
@@ -47,7 +48,7 @@ def front_of(levels: Sequence[Level], lengths: Sequence[int]) -> Front | None:
     chosen, total = list[int](), 0
     for number in sorted(range(len(levels)), key=copies.__getitem__):
         total += copies[number]
-        if total <= MOST_COPIES * starts[-1]:
+        if total <= min(MOST_COPIES * starts[-1], PIECE_KEYS):
             chosen.append(number)
     rows, at = list[tuple[int, int]](), 0
     spans: list[list[tuple[int, int]]] = [[] for _ in lengths]

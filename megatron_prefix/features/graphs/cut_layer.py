@@ -165,7 +165,7 @@ class CutLayer:
 
     Args:
         module: Megatron's.
-        number: of it in its model chunk.
+        number: of it in its model chunk; the next one's if it is given what that gives.
         mixer, mlp: what fills its slots.
         owner: says whether layers are captured.
 

@@ -75,7 +75,7 @@ class LayerGraphs:
         group: tensor-parallel ranks. NCCL wants what one of them launches by a graph to be launched
             so by all, so they agree in a step's first such segment and after a capture.
         handed: whether nobody else reads or writes that.
-        further: whether layers inside multi-token prediction are among them.
+        further: the number from which on they are inside multi-token prediction; 0: none is.
 
     Attributes:
         further: as given.
@@ -89,7 +89,7 @@ class LayerGraphs:
 
     def __init__(
         self, layers: Iterable[tuple[int, Any, Sequence[Part]]], running: Running, most: int,
-        ranks: int, group: Any = None, handed: bool = False, *, further: bool = False,
+        ranks: int, group: Any = None, handed: bool = False, *, further: int = 0,
     ) -> None:  # fmt: skip
         self._current_cut: Cut | None = None
         self.further = further
@@ -410,28 +410,43 @@ class LayerGraphs:
     def _left_outside(self, why: str, number: int) -> bool:
         """Whether layers like the one with a number had their cores in graphs, and are cut there
         from now on."""
-        kinds = next((layer.kinds for layer in self.layers if layer.number == number), None)
-        chosen = [layer for layer in self.layers if layer.kinds == kinds and layer.inside]
+        alike, of = self._alike(number)
+        chosen = [layer for layer in alike if layer.inside]
         for layer in chosen:
             layer.inside, layer.before = None, 0
         if chosen:
             self._free.clear()
             self.layers = [*self.layers]  # another list: sets that segments have now are dropped
-            of = " and ".join(kind.name for kind in kinds or () if kind)
             logger.warning("layers of %s run their cores without CUDA graphs: %s", of, why)
         return bool(chosen)
 
     def _give_up(self, why: str, number: int) -> None:
         """Nothing more is captured of layers like the one with a number; of none if it is -1."""
-        kinds = next((layer.kinds for layer in self.layers if layer.number == number), None)
-        self.layers = [layer for layer in self.layers if kinds is not None and layer.kinds != kinds]
+        alike, of = self._alike(number)
+        self.layers = [layer for layer in self.layers if alike and layer not in alike]
         self._inside = Inside(self.layers)
         self._free.clear()
         self._follow()
         if not self.layers:
             self.refused = why
-        of = " of " + " and ".join(kind.name for kind in kinds or () if kind) if self.layers else ""
-        logger.warning("layers%s run without CUDA graphs: %s", of, why)
+        logger.warning(
+            "layers%s run without CUDA graphs: %s", f" of {of}" if self.layers else "", why
+        )
+
+    def _alike(self, number: int) -> tuple[list[CutLayer], str]:
+        """Layers like the one with a number, and what they are; none if none has it. Those inside
+        multi-token prediction may be given other arguments than those of the decoder."""
+
+        def what(layer: CutLayer) -> tuple[Any, bool]:
+            return layer.kinds, 0 < self.further <= layer.number
+
+        for asked in self.layers:
+            if asked.number == number:
+                kinds, is_further = what(asked)
+                names = " and ".join(kind.name for kind in kinds if kind)
+                names += " inside multi-token prediction" if is_further else ""
+                return [layer for layer in self.layers if what(layer) == what(asked)], names
+        return [], ""
 
 
 def _are_others(hooks: Iterable[Any]) -> bool:

@@ -224,7 +224,7 @@ class Graphs(StepPart):
         """Of the layers of a model chunk, for segments of up to `even` positions. The last layer of
         the last stage runs on what is read."""
         graphs: LayerGraphs | None = hooks.kept.get(Graphs)
-        further = hooks.predicts_further
+        further = 2 * len(hooks.model.decoder.layers) if hooks.predicts_further else 0
         if graphs is not None and (graphs.most, graphs.further) == (self.even, further):
             return graphs
         if graphs is not None:
@@ -344,8 +344,8 @@ class Graphs(StepPart):
 def numbered_layers(hooks: Hooks) -> Iterator[tuple[int, Any, Sequence[Part]]]:
     """Layers that may have graphs, with their numbers and what fills their slots. The last layer of
     the last stage runs on what is read. Those inside multi-token prediction are given what others
-    have made in between, so their numbers do not follow each other; nor may one run several times.
-    """
+    have made in between, so their numbers do not follow each other. One that runs several times has
+    no graph."""
     layers, num = transformer_layers(hooks.model), len(hooks.model.decoder.layers)
     turns = Counter(map(id, layers))
     for place, (layer, parts) in enumerate(zip(layers, hooks.slots, strict=True)):

@@ -32,6 +32,7 @@ from megatron_prefix.features.graphs.placed_arenas import (
 from megatron_prefix.features.graphs.placed_runs import PlacedRuns, starts_of
 from megatron_prefix.features.graphs.placed_spans import PlacedSpans
 from megatron_prefix.features.graphs.placed_tails import PlacedTails, TailForm
+from megatron_prefix.features.windows.windowed import WindowKeys
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.arena import KeyValue, Payload, with_returned
 from megatron_prefix.sidecar.cache import SegmentState
@@ -287,15 +288,12 @@ class PlacedCache:
             return self._sheet.spans.written
         return self._sheet.written
 
-    def once(self, index: int, what: Any, make: Any) -> Any:
-        """See SidecarCache; of layers with windows keys that have places."""
-        return self._sheet.tails[what].keys if isinstance(what, Form) else make()
+    def once(self, index: int, what: Form, make: Any) -> WindowKeys:
+        """See SidecarCache; asked for by layers with windows."""
+        return self._sheet.tails[what].keys
 
     def level(self, index: int, number: int) -> _Read:
         return self.levels[number]
-
-    def front(self, index: int) -> None:
-        """See SidecarCache."""
 
     def read(self, layer: int, index: int, what: Any) -> Payload:
         return tuple(place.index_select(0, what.rows) for place in self._values(layer))

@@ -13,8 +13,7 @@ import torch
 from megatron_prefix.device.transfer import to_device
 from megatron_prefix.features.graphs.placed_arenas import FEW_ROWS, interval_of, spare_rows, stepped
 from megatron_prefix.features.graphs.placed_runs import PlacedRuns, starts_of
-from megatron_prefix.features.windows.windowed import WindowKeys, last_positions
-from megatron_prefix.layers.blocks.front import key_order
+from megatron_prefix.features.windows.windowed import WindowKeys, key_order, last_positions
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.arena import TailReading
 from megatron_prefix.tree.payload_map import Form, PayloadMap

@@ -13,6 +13,7 @@ gradients are summed over ranks once, in the segment's backward.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.transfer import to_device
-from megatron_prefix.layers.blocks.front import key_order
 from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.shared import Shared
 from megatron_prefix.sidecar.arena import KeyValue, OwnKeys, Payload, TailReading, wider
@@ -158,6 +158,29 @@ def window_keys(context: SegmentContext, form: Form, device: torch.device) -> Wi
         Runs(queries, keys, causal=True), to_device(device, last), sum(last_counts),
         None if size == 1 else to_device(device, places),
     )  # fmt: skip
+
+
+def key_order(
+    own: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]], window: int, num_read: int,
+    rank: int = 0, size: int = 1,
+) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """Where the keys of runs are, and queries and keys of every run.
+
+    Args:
+        own: lengths of spans.
+        spans: of each the intervals of its ancestors' keys; see `Tail`.
+        num_read: of these in all; own keys come behind them.
+    """
+    view = cp_layout.view_order(own, size) + num_read
+    order, queries, keys = [], [], []
+    for above, begin, length in zip(spans, itertools.accumulate(own, initial=0), own, strict=False):
+        ancestors = np.concatenate([np.arange(0), *(np.arange(*bounds) for bounds in above)])
+        for start, stop in cp_layout.pieces(length, rank, size):
+            reached = ancestors[max(0, len(ancestors) - max(0, window - start)) :]
+            order += [reached, view[begin + max(0, start - window) : begin + stop]]
+            queries.append(stop - start)
+            keys.append(len(order[-2]) + len(order[-1]))
+    return np.concatenate(order), tuple(queries), tuple(keys)
 
 
 def last_positions(

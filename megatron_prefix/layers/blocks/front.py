@@ -5,7 +5,6 @@ What is copied is read once, and the gradients of copies are summed before they 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +16,6 @@ from megatron_prefix.device.transfer import to_device
 from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.sidecar.arena import KeyValue, OwnKeys, Reading, summed
 from megatron_prefix.sidecar.cache import as_rows
-from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.fronts import Front
 
 if TYPE_CHECKING:
@@ -30,33 +28,41 @@ class FrontKeys(NamedTuple):
     Attributes:
         levels: that the call takes the place of.
         reading: the ancestors' rows.
+        runs: of the queries.
         order: of every key its place in [ancestors' keys, own keys], int64 [keys].
         own: where own keys are among the keys, int64 [positions].
         copies: where copies are, those of one ancestor's key side by side, int64 [copies].
-        numbers: copies of each of these keys, int64 [num_read].
-        runs: of the queries.
+        numbers: copies of each of these keys, int64; None: one of each.
     """
 
     levels: tuple[int, ...]
     reading: Reading
+    runs: Runs
     order: Tensor
     own: Tensor
     copies: Tensor
-    numbers: Tensor
-    runs: Runs
+    numbers: Tensor | None
 
     @classmethod
     def of(cls, front: Front, lengths: Sequence[int], device: torch.device) -> FrontKeys:
         """Of spans of these lengths."""
         num_read = sum(stop - start for start, stop in front.rows)
-        places, queries, keys = key_order(lengths, front.spans, num_read, num_read)
+        intervals, keys = list[tuple[int, int]](), list[int]()
+        end = num_read
+        for above, length in zip(front.spans, lengths, strict=True):
+            intervals += [*above, (end, end + length)]
+            keys.append(length + sum(stop - start for start, stop in above))
+            end += length
+        places = _ranges(np.array(intervals))
         own, copies = np.flatnonzero(places >= num_read), np.flatnonzero(places < num_read)
         copies = copies[np.argsort(places[copies], kind="stable")]
         parts = places, own, copies, np.bincount(places[copies], minlength=num_read)
         on_device = to_device(device, np.concatenate(parts)).split([*map(len, parts)])
         order, of_own, of_copies, numbers = on_device
-        reading, runs = Reading(as_rows(device, front.rows)), Runs(queries, keys, causal=True)
-        return cls(front.levels, reading, order, of_own, of_copies, numbers, runs)
+        reading = Reading(as_rows(device, front.rows))
+        runs = Runs(tuple(lengths), tuple(keys), causal=True)
+        several = None if len(copies) == num_read else numbers
+        return cls(front.levels, reading, runs, order, of_own, of_copies, several)
 
 
 def front_keys(context: SegmentContext, device: torch.device) -> FrontKeys | None:
@@ -98,25 +104,9 @@ class KeysInFront:
         return self._own.take()
 
 
-def key_order(
-    own: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]], window: int, num_read: int,
-    rank: int = 0, size: int = 1,
-) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-    """Where the keys of runs are, and queries and keys of every run.
-
-    Args:
-        own: lengths of spans.
-        spans: of each the intervals of its ancestors' keys among those that are read.
-        window: keys before its own that a query sees.
-        num_read: keys that are read; own keys come behind them.
-    """
-    view = cp_layout.view_order(own, size) + num_read
-    order, queries, keys = [], [], []
-    for above, begin, length in zip(spans, itertools.accumulate(own, initial=0), own, strict=False):
-        ancestors = np.concatenate([np.arange(0), *(np.arange(*bounds) for bounds in above)])
-        for start, stop in cp_layout.pieces(length, rank, size):
-            reached = ancestors[max(0, len(ancestors) - max(0, window - start)) :]
-            order += [reached, view[begin + max(0, start - window) : begin + stop]]
-            queries.append(stop - start)
-            keys.append(len(order[-2]) + len(order[-1]))
-    return np.concatenate(order), tuple(queries), tuple(keys)
+def _ranges(intervals: np.ndarray) -> np.ndarray:
+    """Numbers of intervals [number, 2], one after the other: of many short ones, in few calls."""
+    starts, lengths = intervals[:, 0], intervals[:, 1] - intervals[:, 0]
+    begins = np.cumsum(lengths) - lengths
+    result: np.ndarray = np.repeat(starts - begins, lengths) + np.arange(lengths.sum())
+    return result

@@ -68,7 +68,8 @@ class Kernel:
     """One way to run blocks; shapes as above.
 
     Attributes:
-        takes_fronts: whether one call takes causal runs of any lengths with more keys than queries.
+        takes_fronts: whether causal runs with more keys than queries take no more calls than other
+            runs.
     """
 
     name: str

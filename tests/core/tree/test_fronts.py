@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_prefix.tree.fronts import MOST_COPIES, front_of
 from megatron_prefix.tree.payload_map import Level, Run, payload_map
+from megatron_prefix.tree.views import PIECE_KEYS
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import random_forest
 
@@ -24,6 +25,13 @@ SHORT, LONG = Level((Run(0, 4, 30, 31), Run(4, 8, 35, 36))), Level((Run(0, 8, 0,
 def test_short_levels_are_in_front(levels, in_front, rows, spans):
     front = front_of(levels, [4, 4])
     assert front == (None if in_front is None else (in_front, rows, spans))
+
+
+def test_long_pieces_are_not_in_front():
+    """However long the segment is: their gradients would be in memory all at once."""
+    longest = Level((Run(0, 2 * PIECE_KEYS, 0, PIECE_KEYS),))
+    assert front_of([longest], [2 * PIECE_KEYS]) is not None
+    assert front_of([longest, longest], [2 * PIECE_KEYS]).levels == (0,)
 
 
 @given(st.randoms(use_true_random=True))

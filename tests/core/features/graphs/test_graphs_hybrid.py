@@ -22,6 +22,7 @@ from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.features.graphs.placed_spans import PlacedSpans
 from megatron_prefix.features.recurrent.mamba import Mamba2
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers.releases import transformer_layers
 from megatron_prefix.megatron.install import installed
 from tests.core.features.graphs.test_graphs import as_without, config, made, same, steps, without
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
@@ -162,3 +163,16 @@ def test_layers_of_further_tokens_are_launches_of_their_own(monkeypatch):
     assert len(further) == 2 and of_further and all(len(s.pieces) == 1 for s in of_further)
     hooks.predicts_further = False
     assert [number for number, *_ in numbered_layers(hooks)] == [first, second]
+
+
+def test_layers_of_further_tokens_that_cannot_be_captured_leave_the_decoder_its_graphs(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
+    model = small_model(spec={"mtp_num_layers": 2})
+    linear = transformer_layers(unwrap(model))[-1].mlp.linear_fc2
+    stock, more = linear.forward, torch.zeros((), dtype=torch.float64, requires_grad=True)
+    linear.forward = lambda x: (stock(x)[0] + more, None)
+    steps(model, config(), 3)
+    assert [layer.number for layer in made(model).layers] == [0, 1] and made(model).captures > 0
+    assert "MLP inside multi-token prediction run without CUDA graphs" in caplog.text
