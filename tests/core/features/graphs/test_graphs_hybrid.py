@@ -165,7 +165,7 @@ def test_layers_of_further_tokens_are_launches_of_their_own(monkeypatch):
     assert [number for number, *_ in numbered_layers(hooks)] == [first, second]
 
 
-def test_further_layers_that_cannot_be_captured_leave_others_theirs(monkeypatch, caplog):
+def test_further_layers_are_given_up_by_themselves(monkeypatch, caplog):
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
     model = small_model(spec={"mtp_num_layers": 2})
     linear = transformer_layers(unwrap(model))[-1].mlp.linear_fc2
