@@ -217,8 +217,12 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def summed(gradient: Tensor, numbers: Tensor | None) -> Tensor:
-    """Sums of `numbers` of neighbours, in fp32 or wider and always in one order: [runs, ...]; None:
-    each is alone."""
+    """Sums of runs of neighbouring rows, in fp32 or wider and always in one order: [runs, ...].
+
+    Args:
+        gradient: [rows, ...].
+        numbers: rows of every run, int64 [runs]; None: each row is a run, and stays as it is.
+    """
     if numbers is None:
         return gradient
     # Not checked: that would make the host wait.

@@ -165,7 +165,8 @@ class CutLayer:
 
     Args:
         module: Megatron's.
-        number: of it in its model chunk; the next one's if it is given what that gives.
+        number: of it in its model chunk; one more than another layer's only if it is given what
+            that one gives.
         mixer, mlp: what fills its slots.
         owner: says whether layers are captured.
 

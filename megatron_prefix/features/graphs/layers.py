@@ -67,7 +67,7 @@ class LayerGraphs:
 
     Args:
         layers: Megatron's, in the order in which they run, each behind its number, and what fills
-            its slots, the MLP's last. One is given what the one in front of it gives if their
+            its slots, the MLP's last. A layer is given what the one before it gives if their
             numbers follow each other.
         running: says which segment runs.
         most: positions of the longest segment that has graphs.

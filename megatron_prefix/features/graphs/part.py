@@ -343,15 +343,16 @@ class Graphs(StepPart):
 
 def numbered_layers(hooks: Hooks) -> Iterator[tuple[int, Any, Sequence[Part]]]:
     """Layers that may have graphs, with their numbers and what fills their slots. The last layer of
-    the last stage runs on what is read. Those inside multi-token prediction are given what others
-    have made in between, so their numbers do not follow each other. One that runs several times has
-    no graph."""
+    the last stage runs on what is read, so it has none. Layers inside multi-token prediction are
+    given what others have made in between, so their numbers do not follow each other. One that runs
+    several times has none; nor have they with `fp32_residual_connection`, where what they are given
+    may have another dtype than the decoder's hidden states, for which places are made."""
     layers, num = transformer_layers(hooks.model), len(hooks.model.decoder.layers)
-    turns = Counter(map(id, layers))
+    turns, is_wider = Counter(map(id, layers)), hooks.model.config.fp32_residual_connection
     for place, (layer, parts) in enumerate(zip(layers, hooks.slots, strict=True)):
         if place < num and (hooks.keys_only is None or place < num - 1):
             yield place, layer, parts
-        elif place >= num and hooks.predicts_further and turns[id(layer)] == 1:
+        elif place >= num and hooks.predicts_further and turns[id(layer)] == 1 and not is_wider:
             yield 2 * place, layer, parts
 
 

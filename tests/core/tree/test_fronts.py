@@ -27,8 +27,8 @@ def test_short_levels_are_in_front(levels, in_front, rows, spans):
     assert front == (None if in_front is None else (in_front, rows, spans))
 
 
-def test_long_pieces_are_not_in_front():
-    """However long the segment is: their gradients would be in memory all at once."""
+def test_copies_are_few_however_long_a_segment_is():
+    """Their gradients are in memory all at once."""
     longest = Level((Run(0, 2 * PIECE_KEYS, 0, PIECE_KEYS),))
     assert front_of([longest], [2 * PIECE_KEYS]) is not None
     assert front_of([longest, longest], [2 * PIECE_KEYS]).levels == (0,)
@@ -36,7 +36,7 @@ def test_long_pieces_are_not_in_front():
 
 @given(st.randoms(use_true_random=True))
 @settings(max_examples=rounds(40, 500))
-def test_what_is_in_front_and_the_other_levels_are_all_ancestors(rng):
+def test_every_span_has_copies_of_what_it_sees_in_these_levels(rng):
     planned = payload_map(random_forest(rng).segments)
     for levels, lengths in zip(planned.levels, planned.lengths, strict=True):
         front = front_of(levels, lengths)

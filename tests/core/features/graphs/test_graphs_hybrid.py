@@ -161,6 +161,9 @@ def test_layers_of_further_tokens_are_launches_of_their_own(monkeypatch):
         sides[number] for s in graphs.sets for sides in s.made.values() for number in further
     ]
     assert len(further) == 2 and of_further and all(len(s.pieces) == 1 for s in of_further)
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks.model.config, "fp32_residual_connection", True)
+        assert [number for number, *_ in numbered_layers(hooks)] == [first, second]
     hooks.predicts_further = False
     assert [number for number, *_ in numbered_layers(hooks)] == [first, second]
 
