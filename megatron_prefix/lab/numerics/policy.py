@@ -9,6 +9,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+import torch
+
 from megatron_prefix.device.tolerance import FLOOR, SLACK, tolerance
 
 __all__ = [
@@ -39,18 +41,26 @@ _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
 
-def error_ratio(ratios: Sequence[float], limit: float = ERROR_RATIO) -> float:
-    """Largest accepted ratio of two errors pooled over draws, from the ratio of every draw: chance
-    is added to a limit.
+def error_ratio(ratios: Sequence[float], size: int, limit: float = ERROR_RATIO) -> float:
+    """Largest accepted ratio of two errors pooled over draws: chance is added to a limit.
 
-    Roundings of one draw are not independent: on an H200 the ratios of single draws spread by 0.01
-    to 0.17 around 1.02, a router's with 16,384 elements the most.  Pooled over n draws chance moves
-    the logarithm by spread / sqrt(n), and SLACK times that is granted.  The spread is the median
-    deviation from the median, so that a draw that is far off does not widen its own limit.
+    Pooled over n draws chance moves the logarithm by spread / sqrt(n), and SLACK times that is
+    granted.  Roundings of one draw are not independent: on an H200 the ratios of single draws
+    spread by 0.01 to 0.17 around 1.02, a router's with 16,384 elements the most.  The spread is the
+    median deviation from the median, so that a draw that is far off does not widen its own limit.
+    Of a few numbers, as a loss is, eight draws may spread little by chance.  So at least that is
+    granted by which norms of independent roundings differ: a norm of N of them squared follows a
+    chi-squared distribution, whose logarithm has the variance trigamma(N / 2).
+
+    Args:
+        ratios: of every draw.
+        size: numbers that one draw compares.
     """
     if not all(0 < ratio < math.inf for ratio in ratios):
         return limit
     logs = [math.log(ratio) for ratio in ratios]
     middle = statistics.median(logs)
     spread = _NORMAL * statistics.median(abs(value - middle) for value in logs)
-    return limit * math.exp(SLACK * spread / math.sqrt(len(logs)))
+    halves = torch.tensor(max(1, size) * len(logs) / 2, dtype=torch.float64)
+    independent = math.sqrt(torch.special.polygamma(1, halves).item() / 2)
+    return limit * math.exp(SLACK * max(spread / math.sqrt(len(logs)), independent))

@@ -26,11 +26,13 @@ _EXPERT = re.compile(r"\bexperts\.(local_experts\.)?\d+\.")
 
 
 class Norms(NamedTuple):
-    """2-norms of the errors of both schedules against fp32, and of what fp32 gives."""
+    """2-norms of the errors of both schedules against fp32, and of what fp32 gives; of how many
+    numbers."""
 
     stock: float
     ours: float
     truth: float
+    size: int
 
 
 class Errors:
@@ -71,7 +73,7 @@ class Errors:
         outside = []
         for name, each in (*named.items(), *self._forward.items()):
             ratio = _ratio(_summed(each))
-            most = policy.error_ratio([_ratio(one) for one in each], self._limit)
+            most = policy.error_ratio([_ratio(one) for one in each], each[0].size, self._limit)
             if not ratio <= most:
                 above = f"error ratio of {name}: {ratio:.3f} exceeds {most:.3f}"
                 outside.append((ratio, _not_finite(name, _summed(each)) or above))
@@ -116,7 +118,7 @@ def _norms(values: Sequence[Tensor], truth: Tensor) -> Norms:
         torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in (a - t, b - t, t)])
         for a, b, t in parts
     ]
-    return Norms(*torch.linalg.vector_norm(torch.stack(each), dim=0).tolist())
+    return Norms(*torch.linalg.vector_norm(torch.stack(each), dim=0).tolist(), truth.numel())
 
 
 def _ratio(one: Norms) -> float:
@@ -137,4 +139,5 @@ def _not_finite(name: str, one: Norms) -> str:
 
 def _summed(each: Sequence[Norms]) -> Norms:
     """Norms of several tensors as if they were one; of all draws, too."""
-    return Norms(*(math.hypot(*norms) for norms in zip(*each, strict=True)))
+    *norms, sizes = zip(*each, strict=True)
+    return Norms(*(math.hypot(*of_kind) for of_kind in norms), sum(sizes))

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -294,6 +295,17 @@ def test_larger_errors_fail_and_say_which(scales, factors, failed):
         assert verdict.grad_error_ratio_max == pytest.approx(1.0, abs=0.05)
     if failed == ["gradient of weight"]:
         assert "the stock schedule's is off by 30% of its norm" in verdict.failures[0]
+
+
+@pytest.mark.parametrize(("scale", "least", "most"), [(1.0, 0, 1), (30.0, 95, 100)])
+def test_a_loss_is_one_number_a_draw_and_chance_moves_it(scale, least, most):
+    generator = np.random.default_rng(0)
+    alarms = 0
+    for _ in range(100):
+        stock, ours = np.abs(generator.normal(size=(2, DRAWS))) * [[1.0], [scale]]
+        ratio = np.linalg.norm(ours) / np.linalg.norm(stock)
+        alarms += bool(ratio > policy.error_ratio([*(ours / stock)], size=1))
+    assert least <= alarms <= most
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
