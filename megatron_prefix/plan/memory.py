@@ -183,6 +183,7 @@ class Footprint:
             them as are in use at once, each as long as the longest needs, with `pool` bytes a
             position. 0: none.
         spared: of what a segment keeps, what it keeps there.
+        placed: bytes a position of an inner segment's own place; 0: as many as it keeps elsewhere.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
             which segments a segment reads; None: there are no further messages.
     """
@@ -200,6 +201,7 @@ class Footprint:
     pool: float = 0.0
     pool_length: int = 0
     spared: float = 0.0
+    placed: float = 0.0
     buffers: BuffersOf | None = None
 
     def of(self, plan: Plan) -> PlanMemory:
@@ -299,7 +301,6 @@ class _Segments:
         self._places = np.array(places, np.float64) / footprint.parts
         self.computed = np.where(self.own, self.positions, 0.0)
         self.inner = np.array([s.inner for s in segments], bool)
-        self._kept = np.where(self._fits & self.inner, self._places, self.positions)
         self.reads = np.array([bool(seen.levels) for seen in views], bool)
         self.reads_others = np.array(
             [bool(seen.segments - {index}) for index, seen in enumerate(views)], bool
@@ -319,15 +320,25 @@ class _Segments:
 
     def saved(self, light: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Bytes that layers save between forward and backward; of `light` segments less."""
-        row = np.maximum(0.0, self._row - self._footprint.act * light)
-        return self._kept * row + self._spans + self.scored_bytes
+        act = self._footprint.act * light
+        row = np.maximum(0.0, self._row - act)
+        spared = np.minimum(row, self._spared(act)) if self._footprint.placed else row
+        placed = self._fits * self.inner * (self._placed(act) - self.positions * spared)
+        return self.positions * row + placed + self._spans + self.scored_bytes
+
+    def _spared(self, act: NDArray[Any]) -> NDArray[np.float64]:
+        return np.maximum(0.0, self._footprint.spared - act)
+
+    def _placed(self, act: NDArray[Any]) -> NDArray[np.float64]:
+        """Bytes of inner segments' own places."""
+        return self._places * np.maximum(0.0, (self._footprint.placed or self._row) - act)
 
     def pooled(self, policy: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Bytes that segments keep in the pool, and those of its places that they need; 0 for other
         segments."""
         act = self._footprint.act * (policy == "recompute_act")
         inside = self._fits & np.where(self.inner, policy == "recompute", policy != "offload")
-        spared = self._kept * np.maximum(0.0, self._footprint.spared - act)
+        spared = np.where(self.inner, self._placed(act), self.positions * self._spared(act))
         pool = self._places * np.maximum(0.0, self._footprint.pool - act)
         return inside * spared, inside * pool
 

@@ -111,17 +111,17 @@ class Graphs(StepPart):
         if self.rank.forward_only or not self.even:
             return footprint
         held: Held = self.kept.get(_HELD, Held())
-        copies = COPIES * footprint.message
-        act = footprint.act / footprint.parts
-        pool, inner = (size * footprint.parts for size in held.of_all(act))
+        act, copies = footprint.act / footprint.parts, COPIES * footprint.message
+        known = [size * footprint.parts for size in held.of_all(act)]
+        if not any(known):
+            pool = max((of.wave for of in footprint.stages), default=0.0)
+            return replace(footprint, pool=ROOM * pool, pool_length=self.even, spared=pool)
+        pool, inner = (size or max(known) for size in known)
         # Layers with graphs are those that inner segments run whole.
-        spared = min([pool, *(max(0.0, of.inner - copies) for of in footprint.stages)])
-        inner = ROOM * inner + (copies if inner else 0.0)
-        stages = tuple(of._replace(inner=max(of.inner, inner)) for of in footprint.stages)
-        if not pool:
-            pool = spared = max((of.wave for of in stages), default=0.0)
-        of_stages = replace(footprint, stages=stages, spared=spared)
-        return replace(of_stages, pool=ROOM * pool, pool_length=self.even)
+        kept = (max(0.0, of.inner - copies) for of in footprint.stages)
+        spared, placed = min(pool, inner, *kept), ROOM * inner
+        pooled = replace(footprint, pool=ROOM * pool, pool_length=self.even)
+        return replace(pooled, spared=spared, placed=placed)
 
     def decided(self, decision: Decision) -> Decision:
         """See StepPart. Where the host sets the pace sharing may only pay with graphs, which are

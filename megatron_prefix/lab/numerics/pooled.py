@@ -118,7 +118,8 @@ def _norms(values: Sequence[Tensor], truth: Tensor) -> Norms:
         torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in (a - t, b - t, t)])
         for a, b, t in parts
     ]
-    return Norms(*torch.linalg.vector_norm(torch.stack(each), dim=0).tolist(), truth.numel())
+    stock, ours, exact = torch.linalg.vector_norm(torch.stack(each), dim=0).tolist()
+    return Norms(stock, ours, exact, truth.numel())
 
 
 def _ratio(one: Norms) -> float:
@@ -139,5 +140,5 @@ def _not_finite(name: str, one: Norms) -> str:
 
 def _summed(each: Sequence[Norms]) -> Norms:
     """Norms of several tensors as if they were one; of all draws, too."""
-    *norms, sizes = zip(*each, strict=True)
-    return Norms(*(math.hypot(*of_kind) for of_kind in norms), sum(sizes))
+    stock, ours, truth, sizes = zip(*each, strict=True)
+    return Norms(math.hypot(*stock), math.hypot(*ours), math.hypot(*truth), sum(sizes))

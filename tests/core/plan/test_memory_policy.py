@@ -77,6 +77,15 @@ def test_segments_that_take_turns_in_a_pool_keep_nothing():
     assert peak((), replace(waves, pool_length=600)) == 300 * 4 + 600 * 2 + 512
     # What graphs do not have of a wave is kept as before.
     assert peak((), replace(waves, pool=1.0, spared=1.0)) == peak((), own)
+    # What graphs do not have of a prompt, experts for example, is not in its place.
+    placed = replace(waves, pool_length=600, spared=1.5, placed=1.75)
+    of_wave = 256 * (3 - 1.5 + 0.5 + 1)
+    assert peak((), placed) == 300 * 4 + 600 * 1.75 + 512 * (2 - 1.5) + of_wave
+    light = policies(plan.segments, "recompute_act")
+    of_wave = 256 * (3 - 1 - 0.5 + 0.5 + 1 + 1 / 2)
+    assert peak(light, replace(placed, act=1.0)) == 300 * 3 + 600 * 0.75 + 512 * 0.5 + of_wave
+    # The prompt runs again in the pool, beside what graphs do not have of it.
+    assert peak(again, placed) == 600 * 4 + 512 * (2 - 1.5 + 1)
     # So is what is there besides where the pool holds more than a wave spares.
     spared = replace(waves, spared=2.0)
     assert peak((), spared) == 256 * 4 + 512 * 2 + 256 * (3 + 0.5 - 2 + 1) > peak((), waves)

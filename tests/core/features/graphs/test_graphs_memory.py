@@ -270,15 +270,14 @@ def test_plans_know_what_graphs_hold():
     )
     graphs.learn(choice.Held.most([choice.Held(5.0, 1.5), choice.Held(4.0)]))
     graphs.learn(choice.Held())
-    stages = StageBytes(3.0 * part.ROOM, 3.0), StageBytes(4.0, 1.0)
     # As much as an inner segment keeps.
-    known = dict(pool=10.0 * part.ROOM, pool_length=64, spared=2.0)
-    assert graphs.footprint(plain) == replace(plain, stages=stages, **known)
+    known = dict(pool=10.0 * part.ROOM, pool_length=64, spared=2.0, placed=3.0 * part.ROOM)
+    assert graphs.footprint(plain) == replace(plain, **known)
     # Of sets for segments whose activations run again others' bytes are known, too.
     graphs.learn(choice.Held(light_pool=6.0))
     assert graphs.footprint(replace(plain, act=0.5)).pool == 12.5 * part.ROOM
     copied = graphs.footprint(replace(plain, message=0.5))  # hidden states at both ends of graphs
-    assert (copied.spared, copied.stages[0].inner) == (0.5, 3.0 * part.ROOM + 1.5)
+    assert (copied.spared, copied.placed) == (0.5, 3.0 * part.ROOM)
     vars(graphs)["even"] = 0
     assert graphs.footprint(plain) is plain
 
