@@ -318,8 +318,8 @@ def _kernels(
         "masked_softmax_fusion": False,
         "bias_activation_fusion": has_bias_kernel,
         "apply_rope_fusion": with_te and can_fuse_rope,
-        "moe_permute_fusion": False,
-        "moe_router_fusion": with_te and spec.is_moe and _fuses_routers(),
+        "moe_permute_fusion": with_te and spec.is_moe and _fuses("2.1.0"),
+        "moe_router_fusion": with_te and spec.is_moe and _fuses("2.7.0"),
         "moe_grouped_gemm": with_te and spec.is_moe,
         "gradient_accumulation_fusion": with_te and _has("fused_weight_gradient_mlp_cuda"),
     }
@@ -328,11 +328,12 @@ def _kernels(
     return values
 
 
-def _fuses_routers() -> bool:
-    """Whether transformer-engine does (megatron/core/extensions/transformer_engine.py)."""
+def _fuses(version: str) -> bool:
+    """Whether transformer-engine has a kernel since a version, from which on Megatron takes it
+    (megatron/core/extensions/transformer_engine.py)."""
     from megatron.core.utils import is_te_min_version
 
-    return bool(is_te_min_version("2.7.0"))
+    return bool(is_te_min_version(version))
 
 
 def _has(module: str) -> bool:
