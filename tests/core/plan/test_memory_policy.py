@@ -77,15 +77,6 @@ def test_segments_that_take_turns_in_a_pool_keep_nothing():
     assert peak((), replace(waves, pool_length=600)) == 300 * 4 + 600 * 2 + 512
     # What graphs do not have of a wave is kept as before.
     assert peak((), replace(waves, pool=1.0, spared=1.0)) == peak((), own)
-    # What graphs do not have of a prompt, experts for example, is not in its place.
-    placed = replace(waves, pool_length=600, spared=1.5, placed=1.75)
-    of_wave = 256 * (3 - 1.5 + 0.5 + 1)
-    assert peak((), placed) == 300 * 4 + 600 * 1.75 + 512 * (2 - 1.5) + of_wave
-    light = policies(plan.segments, "recompute_act")
-    of_wave = 256 * (3 - 1 - 0.5 + 0.5 + 1 + 1 / 2)
-    assert peak(light, replace(placed, act=1.0)) == 300 * 3 + 600 * 0.75 + 512 * 0.5 + of_wave
-    # The prompt runs again in the pool, beside what graphs do not have of it.
-    assert peak(again, placed) == 600 * 4 + 512 * (2 - 1.5 + 1)
     # So is what is there besides where the pool holds more than a wave spares.
     spared = replace(waves, spared=2.0)
     assert peak((), spared) == 256 * 4 + 512 * 2 + 256 * (3 + 0.5 - 2 + 1) > peak((), waves)
@@ -97,6 +88,23 @@ def test_segments_that_take_turns_in_a_pool_keep_nothing():
     assert [of_rank.peak for of_rank in places.peaks(ahead)] == [3 * 256 * 4, 256 * 4]
     ahead = replace(ahead, policies=again)
     assert replace(places, pool_length=512).peaks(ahead)[0].peak == 3 * 512 * 4
+
+
+def test_what_graphs_do_not_have_of_a_prompt_is_not_in_its_place():
+    """Experts for example, which are as long as the prompt."""
+    plan = plan_of(prompt=512, response=256, num=4)
+    peak = lambda chosen, known: known.peaks(replace(plan, policies=chosen))[0].peak  # noqa: E731
+    stage = StageBytes(inner=2.0, wave=3.0, scored=0.5, moment=1.0)
+    graphs = dict(pool=4.0, pool_length=600, spared=1.5, placed=1.75)
+    placed = Footprint((stage,), ((),), 0.0, layers=2, **graphs)
+    of_wave = 256 * (3 - 1.5 + 0.5 + 1)
+    assert peak((), placed) == 300 * 4 + 600 * 1.75 + 512 * (2 - 1.5) + of_wave
+    light = policies(plan.segments, "recompute_act")
+    of_wave = 256 * (3 - 1 - 0.5 + 0.5 + 1 + 1 / 2)
+    assert peak(light, replace(placed, act=1.0)) == 300 * 3 + 600 * 0.75 + 512 * 0.5 + of_wave
+    # The prompt runs again in the pool, beside what graphs do not have of it.
+    again = ("recompute", *("retain",) * 4)
+    assert peak(again, placed) == 600 * 4 + 512 * (2 - 1.5 + 1)
 
 
 def test_the_cheaper_way_is_taken():
