@@ -112,6 +112,8 @@ class GraphChoice:
         late: steps with graphs that took too long, or had none yet.
         slow: of these the steps in which all segments had them.
         crowded: steps that had no room for them, since it is settled.
+        guessed: positions for which there was no room by a guess of what graphs hold, which is as
+            much as segments without; 0: none. Of a layer of experts they hold less.
     """
 
     tokens: int
@@ -122,6 +124,7 @@ class GraphChoice:
     late: int = 0
     slow: int = 0
     crowded: int = 0
+    guessed: int = 0
 
     @classmethod
     def of(cls, setting: int | str) -> GraphChoice:
@@ -151,6 +154,8 @@ class GraphChoice:
         """
         if not self.is_open:
             return self
+        if self.tokens and self.guessed and used:  # what those hold is known now
+            return replace(self, tokens=self.guessed, guessed=0)
         if self.tokens:
             if used and ratio <= PAYS * min(self.without):
                 return replace(self, is_open=False)
@@ -163,15 +168,21 @@ class GraphChoice:
             return replace(counted, tokens=1 << (counted.waits - 1).bit_length())
         return counted
 
-    def without_room(self, *, retried: bool = False) -> GraphChoice:
+    def without_room(self, *, retried: bool = False, known: bool = True) -> GraphChoice:
         """After a timed step that could not share for want of memory, which graphs hold: those of
         shorter segments are tried, which hold less. If there are none, or a step ran twice, they
-        end."""
+        end.
+
+        Args:
+            retried: whether it ran twice.
+            known: whether some were captured before, so that it was planned with what they hold.
+        """
         if not (self.is_open and self.tokens):
             return self
         if retried or self.tokens <= SHORTEST:
             return replace(self, is_open=False, tokens=0)
-        return replace(self, tokens=self.tokens // 2)
+        guessed = self.guessed or (0 if known else self.tokens)
+        return replace(self, tokens=self.tokens // 2, guessed=guessed)
 
     def settled(self, *, has_room: bool) -> GraphChoice:
         """With one more step, where it is settled: later ones may need more memory than the step

@@ -298,7 +298,8 @@ class Graphs(StepPart):
         """The use of graphs from the next step on. While the first steps are measured there are
         none: a capture is no time of a step."""
         if choice.tokens and (counts.needs_room or counts.retried):
-            return choice.without_room(retried=counts.retried)
+            known = any(self.kept.get(_HELD, Held()))
+            return choice.without_room(retried=counts.retried, known=known)
         work = flops(step.report.plan, self.rank.model.cost)
         if not (step.report.decision.share and step.predicted > 0 and work > 0):
             return choice

@@ -80,6 +80,18 @@ def test_they_end_where_there_is_no_room_for_them():
     assert GraphChoice.of(64).settled(has_room=False) == GraphChoice.of(64)
 
 
+def test_what_had_no_room_by_a_guess_is_tried_once_more():
+    """By what the graphs of shorter segments hold."""
+    shorter = tried(3000).without_room(known=False).without_room(known=False)
+    assert shorter.tokens == 1024
+    assert shorter.after(1.2, 0, may_try=True, used=False).tokens == 1024
+    again = shorter.after(1.2, 0, may_try=True, captured=True)
+    assert (again.tokens, again.is_open, again.late) == (4096, True, 0)
+    assert again.after(0.9, 0, may_try=True) == replace(again, is_open=False)
+    still = again.without_room()
+    assert still.tokens == 2048 == still.after(1.2, 0, may_try=True, captured=True).tokens
+
+
 def test_launches_take_less_with_graphs():
     prices = tuple(map(float, range(1, 13)))
     changed = with_graphs(CostModel(prices, 1.5, 0.8)).prices
