@@ -182,6 +182,7 @@ class Footprint:
             Waves, and segments that run again, take turns: a model chunk has as many places for
             them as are in use at once, each as long as the longest needs, with `pool` bytes a
             position. 0: none.
+        pool_least: positions that places may have by now, as other segments needed so many.
         spared: of what a segment keeps, what it keeps there.
         placed: bytes a position of an inner segment's own place; 0: as many as it keeps elsewhere.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
@@ -200,6 +201,7 @@ class Footprint:
     state_grad: float = 0.0
     pool: float = 0.0
     pool_length: int = 0
+    pool_least: float = 0.0
     spared: float = 0.0
     placed: float = 0.0
     buffers: BuffersOf | None = None
@@ -295,8 +297,9 @@ class _Segments:
         segments, self._footprint = plan.segments, footprint
         self.positions = np.array([s.padded_length / footprint.parts for s in segments], np.float64)
         self.own = np.array([s.source < 0 for s in segments], bool)
-        lengths, most = (s.padded_length for s in segments), footprint.pool_length
-        places = [place_of(n, most) if footprint.pool and n <= most else 0 for n in lengths]
+        lengths, least = (s.padded_length for s in segments), footprint.pool_least
+        most = footprint.pool_length if footprint.pool else 0
+        places = [max(n, min(place_of(n, most), least)) if n <= most else 0 for n in lengths]
         self._fits = self.own & (np.array(places, np.int64) > 0)
         self._places = np.array(places, np.float64) / footprint.parts
         self.computed = np.where(self.own, self.positions, 0.0)

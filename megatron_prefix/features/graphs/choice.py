@@ -41,18 +41,21 @@ to this."""
 
 
 class Held(NamedTuple):
-    """Bytes that sets of graphs hold for each of their positions; 0: there are none.
+    """Bytes that sets of graphs hold for each position of the longest segment that they were
+    captured for; 0: there are none.
 
     Attributes:
         pool: sets for segments that soon give them back.
         inner: the others.
         light_pool, light_inner: of either, sets for segments whose activations run again alone.
+        longest: positions of the longest segment that any was captured for.
     """
 
     pool: float = 0.0
     inner: float = 0.0
     light_pool: float = 0.0
     light_inner: float = 0.0
+    longest: float = 0.0
 
     def of_all(self, act: float) -> tuple[float, float]:
         """Of sets of both kinds for segments of which nothing runs again, where others save `act`

@@ -121,7 +121,7 @@ class Graphs(StepPart):
         kept = (max(0.0, of.inner - copies) for of in footprint.stages)
         spared, placed = min(pool, inner, *kept), ROOM * inner
         pooled = replace(footprint, pool=ROOM * pool, pool_length=self.even)
-        return replace(pooled, spared=spared, placed=placed)
+        return replace(pooled, spared=spared, placed=placed, pool_least=held.longest)
 
     def decided(self, decision: Decision) -> Decision:
         """See StepPart. Where the host sets the pace sharing may only pay with graphs, which are
