@@ -361,9 +361,30 @@ _GRAPHS = (
     _graphs(
         "all-or-no-graphs",
         "features/graphs/choice.py",
-        "        return replace(self, tokens=self.tokens // 2)",
+        "        return replace(self, tokens=self.tokens // 2, guessed=guessed)",
         "        return replace(self, is_open=False, tokens=0)",
         _CHOICE,
+    ),
+    _graphs(
+        "no-second-try",
+        "features/graphs/choice.py",
+        "self.guessed or (0 if known else self.tokens)",
+        "0",
+        _CHOICE,
+    ),
+    _graphs(
+        "experts-in-places",
+        "plan/memory.py",
+        "np.minimum(row, self._spared(act)) if self._footprint.placed else row",
+        "row",
+        "tests/core/plan/test_memory_policy.py",
+    ),
+    _graphs(
+        "places-grow-no-more",
+        "plan/memory.py",
+        "max(n, min(place_of(n, most), least))",
+        "n",
+        "tests/core/plan/test_memory_policy.py",
     ),
     _graphs(
         "uncounted-sets-stay",
