@@ -72,6 +72,7 @@ PERMITTED: tuple[Permitted, ...] = (
     *(Permitted({"draws": value}, _ORDER) for value in ("loss", "python", "numpy")),
     *(Permitted({"late": value}, _TWICE, ("kept",)) for value in ("second_call", "outside_mask")),
     Permitted({"reads": "all_detached"}, _UNREAD, ("returned",)),
+    Permitted({"reads": "all", "loss": "preference"}, _UNREAD, ("returned",)),
 )
 """The first line that fits counts."""
 
