@@ -374,14 +374,14 @@ _GRAPHS = (
     ),
     _graphs(
         "experts-in-places",
-        "plan/memory.py",
+        "plan/sizes.py",
         "np.minimum(row, self._spared(act)) if self._footprint.placed else row",
         "row",
         "tests/core/plan/test_memory_policy.py",
     ),
     _graphs(
         "places-grow-no-more",
-        "plan/memory.py",
+        "plan/sizes.py",
         "max(n, min(place_of(n, most), least))",
         "n",
         "tests/core/plan/test_memory_policy.py",
@@ -443,7 +443,7 @@ _GRAPHS = (
     ),
     _graphs(
         "places-of-the-next-size",
-        "plan/memory.py",
+        "plan/sizes.py",
         "(longest // max(1, positions)).bit_length() - 1)",
         "(longest // max(1, positions)).bit_length())",
         _CHOICE,
@@ -540,7 +540,7 @@ _GRAPHS = (
     ),
     _graphs(
         "places-are-as-long-as-segments",
-        "plan/memory.py",
+        "plan/sizes.py",
         "        pool = self._places * np",
         "        pool = self.positions * np",
         "tests/core/plan/test_memory_policy.py",

@@ -32,10 +32,11 @@ from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.layer_numbers import Payload
-from megatron_prefix.plan.memory import Footprint, RankMemory, StageBytes
+from megatron_prefix.plan.memory import Footprint, RankMemory
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.planner import best_plan, make_plan
 from megatron_prefix.plan.prediction import heaviest_stock_plan, predict
+from megatron_prefix.plan.sizes import StageBytes
 from megatron_prefix.plan.step_planner import Forecast, StepPlanner
 from megatron_prefix.plan.timetable import timetable
 from megatron_prefix.tree import TreeOptions

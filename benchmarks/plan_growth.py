@@ -34,9 +34,10 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.layer_numbers import Payload
-from megatron_prefix.plan.memory import Footprint, StageBytes
+from megatron_prefix.plan.memory import Footprint
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of, predict
+from megatron_prefix.plan.sizes import StageBytes
 from megatron_prefix.plan.step_planner import Forecast, StepPlanner
 from megatron_prefix.plan.timetable import message_gaps
 from megatron_prefix.run.step_reader import uncollected

@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_prefix.device import memory
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel
-from megatron_prefix.plan.memory import Footprint, StageBytes, StagesBytes
+from megatron_prefix.plan.memory import Footprint
+from megatron_prefix.plan.sizes import StageBytes, StagesBytes
 from megatron_prefix.run.agreement import first_says
 from megatron_prefix.run.rank import Rank, layer_ranks
 

@@ -58,12 +58,14 @@ STAYS = {
     "kda": {"refusals/table.py"},
     "host": {
         "config.py", "parts.py", "plan/actions.py", "plan/memory.py", "plan/memory_policy.py",
-        "plan/step_planner.py", "refusals/table.py", "run/execute/memory_control.py",
+        "plan/sizes.py", "plan/step_planner.py", "refusals/table.py",
+        "run/execute/memory_control.py",
     },
     "mla": {"megatron/families.py", "refusals/table.py"},
     "mtp": {"run/execute/auxiliary.py"},
     "recompute_act": {
         "config.py", "plan/actions.py", "plan/cost.py", "plan/memory.py", "plan/memory_policy.py",
+        "plan/sizes.py",
     }, "qat": {"layers/attention.py", "refusals/table.py"}, "recurrent": {"refusals/table.py"},
     "replay": {"refusals/table.py", "run/read/model_walk.py"},
     "verify": {"config.py", "refusals/table.py", "trainers/versions.py"},

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel, Work, works
-from megatron_prefix.plan.memory import place_of
+from megatron_prefix.plan.sizes import place_of
 
 WAITS = 0.9
 """The host's part of an action's time from which on the device waits for it: what it has queued

@@ -32,7 +32,7 @@ from megatron_prefix.features.graphs.placed_runs import PlacedKernel, placed_run
 from megatron_prefix.features.graphs.segment_graphs import ROTARY, GraphForm, SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
-from megatron_prefix.plan.memory import place_of
+from megatron_prefix.plan.sizes import place_of
 from megatron_prefix.run.read.loss_variables import package
 from megatron_prefix.sidecar.cache import SegmentState
 

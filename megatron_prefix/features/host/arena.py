@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_prefix.features.host.pool import Lease, StagingPool
 from megatron_prefix.features.host.segment import Offloader
 from megatron_prefix.features.host.transfers import Pairs
-from megatron_prefix.plan.memory import spread_evenly
+from megatron_prefix.plan.sizes import spread_evenly
 from megatron_prefix.sidecar.arena import Arena, DeviceBytes, LevelReading, Payload, Reading, wider
 from megatron_prefix.tree.payload_map import RowMap
 

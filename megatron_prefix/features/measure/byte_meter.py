@@ -23,7 +23,8 @@ from megatron_prefix.features.measure.allocator import Peaks
 from megatron_prefix.features.measure.cost_fit import non_negative
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.cost import AGAIN
-from megatron_prefix.plan.memory import Footprint, StageBytes, continued
+from megatron_prefix.plan.memory import Footprint
+from megatron_prefix.plan.sizes import StageBytes, continued
 from megatron_prefix.run.agreement import all_say, tried
 from megatron_prefix.run.costs import Costs
 from megatron_prefix.run.rank import Rank

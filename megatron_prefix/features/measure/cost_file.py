@@ -18,7 +18,7 @@ from typing import Any
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.measure.cost_fit import Evidence
 from megatron_prefix.plan.files import read_whole, write_text, writing
-from megatron_prefix.plan.memory import StageBytes, StagesBytes
+from megatron_prefix.plan.sizes import StageBytes, StagesBytes
 
 FORMAT, VERSION = "megatron_prefix costs", 2
 _FIX = "name another file, or move this one away to measure again"

@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from megatron_prefix.lab.predict.footprint import Footprint
 from megatron_prefix.lab.predict.kinds import SavedPayload
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
-from megatron_prefix.plan.memory import (
+from megatron_prefix.plan.memory import MESSAGES, Buffers
+from megatron_prefix.plan.sizes import (
     GRADIENTS_VISITED,
     LAYERS_LOADED,
     LAYERS_VISITED,
-    MESSAGES,
-    Buffers,
     Sizes,
     spread_evenly,
 )

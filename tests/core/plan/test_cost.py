@@ -23,10 +23,11 @@ from megatron_prefix.plan.cost import CostModel, Work, features, segment_work, s
 from megatron_prefix.plan.gate import Decision, decide, unshared, without_sharing
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
 from megatron_prefix.plan.layer_numbers import Payload
-from megatron_prefix.plan.memory import Footprint, StageBytes
+from megatron_prefix.plan.memory import Footprint
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.prediction import predict
+from megatron_prefix.plan.sizes import StageBytes
 from megatron_prefix.plan.step_planner import Forecast, StepPlanner
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form, payload_map

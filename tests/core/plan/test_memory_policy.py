@@ -15,9 +15,10 @@ from megatron_prefix.lab.predict.peak_memory import predict_memory
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Action, policies
 from megatron_prefix.plan.layer_numbers import Payload
-from megatron_prefix.plan.memory import LAYERS_LOADED, MESSAGES, Footprint, StageBytes
+from megatron_prefix.plan.memory import MESSAGES, Footprint
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
 from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.plan.sizes import LAYERS_LOADED, StageBytes
 from megatron_prefix.tree import Forest, Place, Segment, Span, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form
 from tests.harness import steps

@@ -15,8 +15,8 @@ from megatron_prefix.features.graphs.choice import (
 )
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.cost import CostModel, causal_pairs
-from megatron_prefix.plan.memory import place_of
 from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.plan.sizes import place_of
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.trees import flat_rollouts
 

@@ -17,7 +17,8 @@ from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.verify import align
-from megatron_prefix.plan.memory import Footprint, StageBytes
+from megatron_prefix.plan.memory import Footprint
+from megatron_prefix.plan.sizes import StageBytes
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree.payload_map import Form
 from tests.core.features.graphs.test_graphs import config, made, shared_step, steps

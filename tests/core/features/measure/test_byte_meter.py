@@ -19,7 +19,7 @@ from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction
-from megatron_prefix.plan.memory import StageBytes
+from megatron_prefix.plan.sizes import StageBytes
 from megatron_prefix.sidecar.arena import DeviceBytes
 from tests.core.run.execute.test_memory_limit import batches
 from tests.harness import steps
