@@ -373,6 +373,20 @@ _GRAPHS = (
         _CHOICE,
     ),
     _graphs(
+        "arenas-of-other-steps-are-free",
+        "plan/memory.py",
+        "        self._cache = np.maximum(self._cache, footprint.cache_least)\n",
+        "",
+        "tests/core/plan/test_memory_policy.py",
+    ),
+    _graphs(
+        "gradients-that-stay-come-late",
+        "plan/memory.py",
+        "        self._late *= footprint.cache_least == 0",
+        "        self._late *= 1",
+        "tests/core/plan/test_memory_policy.py",
+    ),
+    _graphs(
         "experts-in-places",
         "plan/sizes.py",
         "np.minimum(row, self._spared(act)) if self._footprint.placed else row",

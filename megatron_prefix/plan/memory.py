@@ -153,6 +153,7 @@ class Footprint:
         pool_least: positions that places may have by now, as other segments needed so many.
         spared: of what a segment keeps, what it keeps there.
         placed: bytes a position of an inner segment's own place; 0: as many as it keeps elsewhere.
+        cache_least: bytes of a rank's arenas that stay from step to step.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
             which segments a segment reads; None: there are no further messages.
     """
@@ -172,6 +173,7 @@ class Footprint:
     pool_least: float = 0.0
     spared: float = 0.0
     placed: float = 0.0
+    cache_least: float = 0.0
     buffers: BuffersOf | None = None
 
     def of(self, plan: Plan) -> PlanMemory:
@@ -253,6 +255,8 @@ class PlanMemory:
                 stages.host_values[of_chunk] * live + stages.host_gradients[of_chunk] * returned
             )
             self._late += stages.late[of_chunk] * is_first
+        self._cache = np.maximum(self._cache, footprint.cache_least)
+        self._late *= footprint.cache_least == 0  # what stays is there before its first gradient
 
     def _arena_states(self, on: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], ...]:
         """For the actions of a model chunk, flags of every action: K/V are there, gK/gV are there;

@@ -49,6 +49,7 @@ class Held(NamedTuple):
         inner: the others.
         light_pool, light_inner: of either, sets for segments whose activations run again alone.
         longest: positions of the longest segment that any was captured for.
+        arenas: bytes of arenas that stay from step to step.
     """
 
     pool: float = 0.0
@@ -56,6 +57,7 @@ class Held(NamedTuple):
     light_pool: float = 0.0
     light_inner: float = 0.0
     longest: float = 0.0
+    arenas: float = 0.0
 
     def of_all(self, act: float) -> tuple[float, float]:
         """Of sets of both kinds for segments of which nothing runs again, where others save `act`

@@ -297,7 +297,8 @@ class LayerGraphs:
             size = cuda.uncounted_bytes([graphs.pool]) + graphs.placed_bytes
             kinds[2 * is_light + (not graphs.passes)].append(size / longest)
             most = max(most, longest)
-        return Held(*map(max, kinds))._replace(longest=most)
+        arenas = self.arenas.device_bytes
+        return Held(*map(max, kinds))._replace(longest=most, arenas=arenas)
 
     @property
     def sets(self) -> Iterator[SegmentGraphs]:

@@ -120,8 +120,10 @@ class Graphs(StepPart):
         # Layers with graphs are those that inner segments run whole.
         kept = (max(0.0, of.inner - copies) for of in footprint.stages)
         spared, placed = min(pool, inner, *kept), ROOM * inner
-        pooled = replace(footprint, pool=ROOM * pool, pool_length=self.even)
-        return replace(pooled, spared=spared, placed=placed, pool_least=held.longest)
+        return replace(
+            footprint, pool=ROOM * pool, pool_length=self.even, pool_least=held.longest,
+            spared=spared, placed=placed, cache_least=held.arenas * len(self.rank.models),
+        )  # fmt: skip
 
     def decided(self, decision: Decision) -> Decision:
         """See StepPart. Where the host sets the pace sharing may only pay with graphs, which are

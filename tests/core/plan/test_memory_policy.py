@@ -245,6 +245,21 @@ def test_what_a_step_holds_at_its_peak():
     assert memory.held == ((0, 6400.0), (1, 2560.0)) and memory.cache_peak == cache
 
 
+def test_arenas_that_stay_are_there_all_the_time():
+    """As long as in an earlier step, or as this one needs; gradients' from the first action on."""
+    for least, cache in ((2000.0, 2000), (800.0, 2 * 64 * (3 + 5))):
+        loads = replace(ONE, cache_least=least).of(small_plan()).loads(())
+        first, *_, last = loads.cache[0]
+        assert (first, loads.cache.max(), last >= least) == (max(least, 2 * 64 * 3), cache, True)
+    # Where a segment reads itself alone, its backward makes them layer by layer.
+    rollouts, groups = flat_rollouts(64, 16, 2, 1)
+    options = TreeOptions(min_gain=4, segment_gain=32, segment_tokens=128, joins=True)
+    plan = make_plan(build(rollouts, groups, options), 1)
+    assert [segment.inner for segment in plan.segments] == [True]
+    late, stays = (replace(ONE, cache_least=n).of(plan).loads(()) for n in (0.0, 1.0))
+    assert [*(stays.moment - late.moment)[0]] == [0, plan.segments[0].padded_length * 5]
+
+
 @pytest.mark.parametrize(("policy", "prompt", "answer"), [
     ("retain", 100, 160), ("recompute", 0, 160), ("offload", 0, 160), ("recompute_act", 90, 150),
 ])  # fmt: skip

@@ -256,24 +256,25 @@ def test_sets_hold_as_much_as_the_longest_capture_needs(monkeypatch):
     monkeypatch.setattr(cuda, "uncounted_bytes", lambda _: 80)
     fields = dict(pool=0, placed_bytes=160, most=16, passes=True)
     sets = SimpleNamespace(longest=lambda *, taps_mlps: 8 * (not taps_mlps), **fields)
-    graphs = SimpleNamespace(sets=[sets], _ranks=2)
-    assert layers.LayerGraphs.held.fget(graphs) == choice.Held(pool=15.0, longest=16)
+    graphs = SimpleNamespace(sets=[sets], _ranks=2, arenas=SimpleNamespace(device_bytes=7))
+    held = choice.Held(pool=15.0, longest=16, arenas=7)
+    assert layers.LayerGraphs.held.fget(graphs) == held
 
 
 def test_plans_know_what_graphs_hold():
     """Of all ranks the most; until that is known, as much as segments without graphs."""
     graphs = object.__new__(part.Graphs)
-    graphs.kept, graphs.rank = {}, SimpleNamespace(forward_only=False)
+    graphs.kept, graphs.rank = {}, SimpleNamespace(forward_only=False, models=[0, 1])
     vars(graphs)["even"] = 64
     plain = Footprint((StageBytes(2.0, 3.0), StageBytes(4.0, 1.0)), ((), ()), 0.0, 2, parts=2)
     assert graphs.footprint(plain) == replace(
         plain, pool=3.0 * part.ROOM, pool_length=64, spared=3.0
     )
-    graphs.learn(choice.Held.most([choice.Held(5.0, 1.5, longest=48), choice.Held(4.0)]))
+    graphs.learn(choice.Held.most([choice.Held(5.0, 1.5, longest=48, arenas=9), choice.Held(4.0)]))
     graphs.learn(choice.Held())
     # As much as an inner segment keeps.
     known = dict(pool=10.0 * part.ROOM, pool_length=64, spared=2.0, placed=3.0 * part.ROOM)
-    known |= dict(pool_least=48)
+    known |= dict(pool_least=48, cache_least=18)
     assert graphs.footprint(plain) == replace(plain, **known)
     # Of sets for segments whose activations run again others' bytes are known, too.
     graphs.learn(choice.Held(light_pool=6.0))
