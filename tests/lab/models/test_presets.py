@@ -7,6 +7,7 @@ import math
 import megatron.core.utils
 import pytest
 import torch
+from megatron.core.transformer.moe import moe_utils
 from packaging.version import Version
 
 from megatron_prefix.errors import UserError
@@ -145,15 +146,21 @@ def test_old_names_lead_to_fields():
 
 
 @pytest.mark.parametrize(("model", "release", "overrides", "fused"), [
-    ("tiny-moe", "2.7.0", {}, True),
-    ("tiny-moe", "2.6.0", {}, False),
-    ("tiny-moe", "2.7.0", routes.CONFIG, False),  # which fused routers do not follow
-    ("tiny-llama", "2.7.0", {}, False),
+    ("tiny-moe", "2.7.0", {}, (True, True)),
+    ("tiny-moe", "2.6.0", {}, (False, True)),
+    ("tiny-moe", "2.0.0", {}, (False, False)),
+    ("tiny-moe", "2.7.0", routes.CONFIG, (False, True)),  # which fused routers do not follow
+    ("tiny-llama", "2.7.0", {}, (False, False)),
 ])  # fmt: skip
-def test_routers_are_fused_where_they_can_be(monkeypatch, model, release, overrides, fused):
+def test_routers_and_permutation_are_fused_where_they_can_be(
+    monkeypatch, model, release, overrides, fused
+):
     monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version(release))
+    for name in ("permute", "permute_with_probs", "unpermute", "sort_chunks_by_index"):
+        monkeypatch.setattr(moe_utils, f"fused_{name}", name, raising=False)
+    monkeypatch.setattr(moe_utils, "fused_sort_chunks_by_index_with_probs", "", raising=False)
     config = transformer_config(
         resolve(model), Layout(), torch.bfloat16, torch.device("cuda"), transformer_engine=True,
         overrides={"apply_rope_fusion": False, **overrides},
     )  # fmt: skip
-    assert config.moe_router_fusion == fused
+    assert (config.moe_router_fusion, config.moe_permute_fusion) == fused
