@@ -394,13 +394,6 @@ _GRAPHS = (
         "tests/core/plan/test_memory_policy.py",
     ),
     _graphs(
-        "places-grow-no-more",
-        "plan/sizes.py",
-        "max(n, min(place_of(n, most), least))",
-        "n",
-        "tests/core/plan/test_memory_policy.py",
-    ),
-    _graphs(
         "uncounted-sets-stay",
         "features/graphs/layers.py",
         "                kept[graphs.most] -= 1\n",

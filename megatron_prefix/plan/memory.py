@@ -150,7 +150,6 @@ class Footprint:
             Waves, and segments that run again, take turns: a model chunk has as many places for
             them as are in use at once, each as long as the longest needs, with `pool` bytes a
             position. 0: none.
-        pool_least: positions that places may have by now, as other segments needed so many.
         spared: of what a segment keeps, what it keeps there.
         placed: bytes a position of an inner segment's own place; 0: as many as it keeps elsewhere.
         cache_least: bytes of a rank's arenas that stay from step to step.
@@ -170,7 +169,6 @@ class Footprint:
     state_grad: float = 0.0
     pool: float = 0.0
     pool_length: int = 0
-    pool_least: float = 0.0
     spared: float = 0.0
     placed: float = 0.0
     cache_least: float = 0.0

@@ -135,9 +135,8 @@ class SegmentSizes:
         segments, self._footprint = plan.segments, footprint
         self.positions = np.array([s.padded_length / footprint.parts for s in segments], np.float64)
         self.own = np.array([s.source < 0 for s in segments], bool)
-        lengths, least = (s.padded_length for s in segments), footprint.pool_least
-        most = footprint.pool_length if footprint.pool else 0
-        places = [max(n, min(place_of(n, most), least)) if n <= most else 0 for n in lengths]
+        lengths, most = (s.padded_length for s in segments), footprint.pool_length
+        places = [place_of(n, most) if footprint.pool and n <= most else 0 for n in lengths]
         self._fits = self.own & (np.array(places, np.int64) > 0)
         self._places = np.array(places, np.float64) / footprint.parts
         self.computed = np.where(self.own, self.positions, 0.0)
@@ -179,7 +178,10 @@ class SegmentSizes:
         segments."""
         act = self._footprint.act * (policy == "recompute_act")
         inside = self._fits & np.where(self.inner, policy == "recompute", policy != "offload")
-        spared = np.where(self.inner, self._placed(act), self.positions * self._spared(act))
+        spared, placed = self._spared(act), self._placed(act)
+        if not self._footprint.placed:
+            placed = np.minimum(placed, self._places * spared)
+        spared = np.where(self.inner, placed, self.positions * spared)
         pool = self._places * np.maximum(0.0, self._footprint.pool - act)
         return inside * spared, inside * pool
 

@@ -41,14 +41,12 @@ to this."""
 
 
 class Held(NamedTuple):
-    """Bytes that sets of graphs hold for each position of the longest segment that they were
-    captured for; 0: there are none.
+    """Bytes that sets of graphs hold for each of their positions; 0: there are none.
 
     Attributes:
         pool: sets for segments that soon give them back.
         inner: the others.
         light_pool, light_inner: of either, sets for segments whose activations run again alone.
-        longest: positions of the longest segment that any was captured for.
         arenas: bytes of arenas that stay from step to step.
     """
 
@@ -56,7 +54,6 @@ class Held(NamedTuple):
     inner: float = 0.0
     light_pool: float = 0.0
     light_inner: float = 0.0
-    longest: float = 0.0
     arenas: float = 0.0
 
     def of_all(self, act: float) -> tuple[float, float]:

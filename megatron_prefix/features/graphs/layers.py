@@ -290,15 +290,12 @@ class LayerGraphs:
     def held(self) -> Held:
         """What its sets hold, of each kind the one with most."""
         kinds: tuple[list[float], ...] = [0.0], [0.0], [0.0], [0.0]
-        most = 0.0
         for graphs in self.sets:
             plain, light = (graphs.longest(taps_mlps=taps) for taps in (False, True))
-            is_light, longest = plain < LIGHTER * light, max(plain, light, 1) * self._ranks
-            size = cuda.uncounted_bytes([graphs.pool]) + graphs.placed_bytes
-            kinds[2 * is_light + (not graphs.passes)].append(size / longest)
-            most = max(most, longest)
-        arenas = self.arenas.device_bytes
-        return Held(*map(max, kinds))._replace(longest=most, arenas=arenas)
+            is_light, longest = plain < LIGHTER * light, max(plain, light, 1)
+            size = cuda.uncounted_bytes([graphs.pool]) / longest + graphs.placed_bytes / graphs.most
+            kinds[2 * is_light + (not graphs.passes)].append(size / self._ranks)
+        return Held(*map(max, kinds))._replace(arenas=self.arenas.device_bytes)
 
     @property
     def sets(self) -> Iterator[SegmentGraphs]:

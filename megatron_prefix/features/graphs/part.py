@@ -121,7 +121,7 @@ class Graphs(StepPart):
         kept = (max(0.0, of.inner - copies) for of in footprint.stages)
         spared, placed = min(pool, inner, *kept), ROOM * inner
         return replace(
-            footprint, pool=ROOM * pool, pool_length=self.even, pool_least=held.longest,
+            footprint, pool=ROOM * pool, pool_length=self.even,
             spared=spared, placed=placed, cache_least=held.arenas * len(self.rank.models),
         )  # fmt: skip
 
@@ -300,7 +300,7 @@ class Graphs(StepPart):
         """The use of graphs from the next step on. While the first steps are measured there are
         none: a capture is no time of a step."""
         if choice.tokens and (counts.needs_room or counts.retried):
-            known = any(self.kept.get(_HELD, Held()))
+            known = any(self.kept.get(_HELD, Held()).of_all(0.0))
             return choice.without_room(retried=counts.retried, known=known)
         work = flops(step.report.plan, self.rank.model.cost)
         if not (step.report.decision.share and step.predicted > 0 and work > 0):
@@ -341,7 +341,8 @@ class Graphs(StepPart):
     def learn(self, held: Held) -> None:
         """Later steps are planned with what graphs hold; the same on all ranks."""
         known = self.kept.get(_HELD, Held())
-        self.kept[_HELD] = Held(*(new or old for new, old in zip(held, known, strict=True)))
+        rates = Held(*(new or old for new, old in zip(held, known, strict=True)))
+        self.kept[_HELD] = rates._replace(arenas=held.arenas)  # which may have been given back
 
 
 def numbered_layers(hooks: Hooks) -> Iterator[tuple[int, Any, Sequence[Part]]]:

@@ -73,11 +73,12 @@ def test_segments_that_take_turns_in_a_pool_keep_nothing():
     both = replace(waves, pool_length=512)
     assert peak(again, both) == 512 * (4 + 1)
     assert peak((), both) == peak((), waves)
-    # A place may have become as long as the longest one, a half of that, and so on.
-    longer = replace(waves, pool_length=600, pool_least=550)
-    assert peak((), replace(longer, pool_length=300)) == 300 * 4 + 512 * (2 + 1)
-    assert peak((), longer) == 300 * 4 + 550 * 2 + 512
-    assert peak((), replace(longer, pool_least=280)) == 280 * 4 + 512 * (2 + 1)
+    # A place is as long as the longest one, a half of that, and so on: of inner segments, too.
+    assert peak((), replace(waves, pool_length=300)) == 300 * 4 + 512 * (2 + 1)
+    assert peak((), replace(waves, pool_length=600)) == 300 * 4 + 600 * 2 + 512
+    # A prompt that runs again has more than a wave spares: that is there in its backward.
+    heavy = replace(both, stages=(stage._replace(inner=6.0),))
+    assert peak(again, heavy) == 512 * (4 + 6 - 4 + 1)
     # What graphs do not have of a wave is kept as before.
     assert peak((), replace(waves, pool=1.0, spared=1.0)) == peak((), own)
     # So is what is there besides where the pool holds more than a wave spares.
@@ -98,7 +99,7 @@ def test_what_graphs_do_not_have_of_a_prompt_is_not_in_its_place():
     plan = plan_of(prompt=512, response=256, num=4)
     peak = lambda chosen, known: known.peaks(replace(plan, policies=chosen))[0].peak  # noqa: E731
     stage = StageBytes(inner=2.0, wave=3.0, scored=0.5, moment=1.0)
-    graphs = dict(pool=4.0, pool_length=600, pool_least=600, spared=1.5, placed=1.75)
+    graphs = dict(pool=4.0, pool_length=600, spared=1.5, placed=1.75)
     placed = Footprint((stage,), ((),), 0.0, layers=2, **graphs)
     of_wave = 256 * (3 - 1.5 + 0.5 + 1)
     assert peak((), placed) == 300 * 4 + 600 * 1.75 + 512 * (2 - 1.5) + of_wave
