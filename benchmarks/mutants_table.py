@@ -389,7 +389,7 @@ _GRAPHS = (
     _graphs(
         "experts-in-places",
         "plan/sizes.py",
-        "np.minimum(row, self._spared(act)) if self._footprint.placed else row",
+        "self._spared(act) if self._footprint.placed else row",
         "row",
         "tests/core/plan/test_memory_policy.py",
     ),

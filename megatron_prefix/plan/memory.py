@@ -151,7 +151,8 @@ class Footprint:
             them as are in use at once, each as long as the longest needs, with `pool` bytes a
             position. 0: none.
         spared: of what a segment keeps, what it keeps there.
-        placed: bytes a position of an inner segment's own place; 0: as many as it keeps elsewhere.
+        placed: bytes a position of an inner segment's own place; 0: not known, so all that it keeps
+            is taken to be there.
         cache_least: bytes of a rank's arenas that stay from step to step.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
             which segments a segment reads; None: there are no further messages.

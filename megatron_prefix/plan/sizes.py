@@ -162,7 +162,7 @@ class SegmentSizes:
         """Bytes that layers save between forward and backward; of `light` segments less."""
         act = self._footprint.act * light
         row = np.maximum(0.0, self._row - act)
-        spared = np.minimum(row, self._spared(act)) if self._footprint.placed else row
+        spared = self._spared(act) if self._footprint.placed else row
         placed = self._fits * self.inner * (self._placed(act) - self.positions * spared)
         return self.positions * row + placed + self._spans + self.scored_bytes
 

@@ -114,8 +114,8 @@ class GraphChoice:
         late: steps with graphs that took too long, or had none yet.
         slow: of these the steps in which all segments had them.
         crowded: steps that had no room for them, since it is settled.
-        guessed: positions for which there was no room by a guess of what graphs hold, which is as
-            much as segments without; 0: none. Of a layer of experts they hold less.
+        guessed: positions for which there was no room while what graphs hold was a guess; 0: none.
+            The guess is what segments keep without, which for layers of experts is too much.
     """
 
     tokens: int
@@ -156,14 +156,14 @@ class GraphChoice:
         """
         if not self.is_open:
             return self
-        if self.tokens and self.guessed and used:  # what those hold is known now
-            return replace(self, tokens=self.guessed, guessed=0)
         if self.tokens:
             if used and ratio <= PAYS * min(self.without):
                 return replace(self, is_open=False)
             slow = self.slow + (used and not captured)
             if slow == ENOUGH or self.late == MOST_LATE:
                 return replace(self, is_open=False, tokens=0)
+            if self.guessed and used:  # what those hold is known now
+                return replace(self, tokens=self.guessed, guessed=0, late=self.late + 1)
             return replace(self, late=self.late + 1, slow=slow)
         counted = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))
         if may_try and counted.waits and len(counted.without) >= ENOUGH:

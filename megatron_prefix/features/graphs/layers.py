@@ -288,7 +288,7 @@ class LayerGraphs:
 
     @property
     def held(self) -> Held:
-        """What its sets hold, of each kind the one with most."""
+        """What its sets hold, of each kind the one with most, and its arenas."""
         kinds: tuple[list[float], ...] = [0.0], [0.0], [0.0], [0.0]
         for graphs in self.sets:
             plain, light = (graphs.longest(taps_mlps=taps) for taps in (False, True))

@@ -273,6 +273,7 @@ class Graphs(StepPart):
         before, observed = self.choice, self._seen(step)
         for group in step.groups:
             observed = SeenSegments.most(all_say(observed, group))
+        is_known = any(self.kept.get(_HELD, Held()).of_all(0.0))  # when the step was planned
         self.learn(observed.held)
         if observed.is_lent and before != (before := before.lent()):
             logger.info(
@@ -287,7 +288,8 @@ class Graphs(StepPart):
             self.kept[_TIMED] = self._num_timed + counts
             self.renews = counts and self._num_timed == 1  # launches took longer without graphs
             return typical
-        self._choose(before, first_says(self._after(before, step, observed), step.groups))
+        after = self._after(before, step, observed, is_known)
+        self._choose(before, first_says(after, step.groups))
         stay = self.choice.tokens > 0 and not self.choice.is_open
         return stay or not (before.tokens and observed.shared)
 
@@ -296,12 +298,14 @@ class Graphs(StepPart):
         if choice.tokens != before.tokens:
             logger.info("graph_tokens is %d from the next step on", choice.tokens)
 
-    def _after(self, choice: GraphChoice, step: TimedStep, counts: SeenSegments) -> GraphChoice:
+    def _after(
+        self, choice: GraphChoice, step: TimedStep, counts: SeenSegments, is_known: bool
+    ) -> GraphChoice:
         """The use of graphs from the next step on. While the first steps are measured there are
-        none: a capture is no time of a step."""
+        none: a capture is no time of a step. `is_known`: whether it was planned with what graphs
+        hold."""
         if choice.tokens and (counts.needs_room or counts.retried):
-            known = any(self.kept.get(_HELD, Held()).of_all(0.0))
-            return choice.without_room(retried=counts.retried, known=known)
+            return choice.without_room(retried=counts.retried, known=is_known)
         work = flops(step.report.plan, self.rank.model.cost)
         if not (step.report.decision.share and step.predicted > 0 and work > 0):
             return choice

@@ -86,10 +86,14 @@ def test_what_had_no_room_by_a_guess_is_tried_once_more():
     assert shorter.tokens == 1024
     assert shorter.after(1.2, 0, may_try=True, used=False).tokens == 1024
     again = shorter.after(1.2, 0, may_try=True, captured=True)
-    assert (again.tokens, again.is_open, again.late) == (4096, True, 0)
+    assert (again.tokens, again.is_open, again.late) == (4096, True, 1)
+    assert shorter.after(0.9, 0, may_try=True) == replace(shorter, is_open=False)  # they pay
     assert again.after(0.9, 0, may_try=True) == replace(again, is_open=False)
     still = again.without_room()
     assert still.tokens == 2048 == still.after(1.2, 0, may_try=True, captured=True).tokens
+    for _ in range(MOST_LATE + 1):  # nothing is ever known: that ends, too
+        shorter = shorter.without_room(known=False).after(1.2, 0, may_try=True, captured=True)
+    assert shorter.tokens == 0 and not shorter.is_open
 
 
 def test_launches_take_less_with_graphs():

@@ -285,6 +285,21 @@ def test_plans_know_what_graphs_hold():
     assert graphs.footprint(plain) is plain
 
 
+@pytest.mark.parametrize("held", [choice.Held(), choice.Held(arenas=7.0), choice.Held(pool=1.0)])
+def test_a_step_was_planned_by_a_guess_until_some_were_captured(held, monkeypatch):
+    """By what was known before it, although it captures some, in mode on."""
+    graphs = object.__new__(part.Graphs)
+    graphs.kept = {"held": held, "choice": choice.GraphChoice(4096, True, True, (1.0, 1.0))}
+    graphs.rank = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(choice.Held, "most", lambda _: choice.Held(pool=1.0))
+    decision = SimpleNamespace(share=True, over_limit=True)
+    report = SimpleNamespace(decision=decision, retried=False)
+    graphs.timed(SimpleNamespace(groups=(), times=None, report=report))
+    assert graphs.kept["held"] == choice.Held(pool=1.0)
+    assert graphs.choice.tokens == 2048
+    assert graphs.choice.guessed == (0 if held.pool else 4096)
+
+
 def _after_two_steps():
     """What has the sets of graphs, and the last step's plan."""
     model, schedule = small_model(), PrefixSchedule(config(memory="retain"))
