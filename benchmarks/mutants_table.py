@@ -361,14 +361,14 @@ _GRAPHS = (
     _graphs(
         "all-or-no-graphs",
         "features/graphs/choice.py",
-        "        return replace(self, tokens=self.tokens // 2, guessed=guessed)",
+        "        return replace(self, tokens=self._shorter, guessed=guessed)",
         "        return replace(self, is_open=False, tokens=0)",
         _CHOICE,
     ),
     _graphs(
         "no-second-try",
         "features/graphs/choice.py",
-        "self.guessed or (0 if known else self.tokens)",
+        "self.guessed or (0 if known or self._shorter >= self.waits else self.tokens)",
         "0",
         _CHOICE,
     ),
@@ -437,8 +437,8 @@ _GRAPHS = (
     _graphs(
         "half-of-the-longest",
         "features/graphs/choice.py",
-        "tokens=1 << (counted.waits - 1).bit_length()",
-        "tokens=1 << counted.waits.bit_length() - 1",
+        "tokens=power(counted.waits)",
+        "tokens=power(counted.waits) // 2",
         _CHOICE,
     ),
     _graphs(
@@ -579,6 +579,20 @@ _GRAPHS = (
         "ratio * SLOWER < 1:",
         "ratio < 1:",
         "tests/core/features/graphs/test_graphs_auto.py",
+    ),
+    _graphs(
+        "no-place-that-just-holds-what-waits",
+        "features/graphs/choice.py",
+        "return close if half < close < self.tokens else half",
+        "return half",
+        _CHOICE,
+    ),
+    _graphs(
+        "short-of-room-and-slow-is-the-end",
+        "features/graphs/choice.py",
+        "        if self.tokens == half * 2:\n",
+        "        if half:\n",
+        _CHOICE,
     ),
     _graphs(
         "late-for-ever",

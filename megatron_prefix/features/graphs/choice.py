@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel, Work, works
-from megatron_prefix.plan.sizes import place_of
+from megatron_prefix.plan.sizes import place_of, power
 
 WAITS = 0.9
 """The host's part of an action's time from which on the device waits for it: what it has queued
@@ -38,6 +38,8 @@ tried."""
 SHORTEST = 1024
 """Where there is no room for graphs of longer segments, those of half as long ones are tried, down
 to this."""
+PARTS = 8
+"""Of a power of two: places about as long as the longest segment that waits end at such a part."""
 
 
 class Held(NamedTuple):
@@ -161,19 +163,33 @@ class GraphChoice:
                 return replace(self, is_open=False)
             slow = self.slow + (used and not captured)
             if slow == ENOUGH or self.late == MOST_LATE:
-                return replace(self, is_open=False, tokens=0)
+                return self._given_up()
             if self.guessed and used:  # what those hold is known now
                 return replace(self, tokens=self.guessed, guessed=0, late=self.late + 1)
             return replace(self, late=self.late + 1, slow=slow)
         counted = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))
         if may_try and counted.waits and len(counted.without) >= ENOUGH:
-            return replace(counted, tokens=1 << (counted.waits - 1).bit_length())
+            return replace(counted, tokens=power(counted.waits))
         return counted
 
+    def _given_up(self) -> GraphChoice:
+        """After steps that took too long. Where room is short, as the odd length says, half as long
+        segments leave more of it, and plans differ."""
+        half = power(self.tokens) // 2
+        if self.tokens == half * 2:
+            return replace(self, is_open=False, tokens=0)
+        return replace(self, tokens=half, late=0, slow=0)
+
+    @property
+    def _shorter(self) -> int:
+        """Of the next shorter places: first those that just hold what waits, then powers of two."""
+        step = max(1, power(self.waits) // PARTS)
+        close, half = -(-self.waits // step) * step, power(self.tokens) // 2
+        return close if half < close < self.tokens else half
+
     def without_room(self, *, retried: bool = False, known: bool = True) -> GraphChoice:
-        """After a timed step that could not share for want of memory, which graphs hold: those of
-        shorter segments are tried, which hold less. If there are none, or a step ran twice, they
-        end.
+        """After a timed step that could not share for want of memory, which graphs hold: shorter
+        places are tried, which hold less. If there are none, or a step ran twice, they end.
 
         Args:
             retried: whether it ran twice.
@@ -183,8 +199,8 @@ class GraphChoice:
             return self
         if retried or self.tokens <= SHORTEST:
             return replace(self, is_open=False, tokens=0)
-        guessed = self.guessed or (0 if known else self.tokens)
-        return replace(self, tokens=self.tokens // 2, guessed=guessed)
+        guessed = self.guessed or (0 if known or self._shorter >= self.waits else self.tokens)
+        return replace(self, tokens=self._shorter, guessed=guessed)
 
     def settled(self, *, has_room: bool) -> GraphChoice:
         """With one more step, where it is settled: later ones may need more memory than the step

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_prefix.plan.sizes import power
 from megatron_prefix.sidecar.arena import Arena, DeviceBytes, Payload, wider
 from megatron_prefix.tree.payload_map import Form, RowMap
 
@@ -22,11 +23,6 @@ these instead, and adds zeros to their gradients. There are several where rows a
 additions to one row wait for one another."""
 STEPS = 4
 """Numbers of rows that forms have between two powers of two."""
-
-
-def power(number: int) -> int:
-    """So many or more, a power of two."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 def stepped(number: int, least: int) -> int:

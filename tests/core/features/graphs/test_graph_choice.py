@@ -80,9 +80,26 @@ def test_they_end_where_there_is_no_room_for_them():
     assert GraphChoice.of(64).settled(has_room=False) == GraphChoice.of(64)
 
 
+def test_places_that_just_hold_what_waits_come_first():
+    """A prompt of 10,239 positions needs none of 16,384."""
+    close = tried(10239).without_room(known=False)
+    assert (close.tokens, close.guessed, close.is_open) == (10240, 0, True)
+    assert close.after(0.9, 0, may_try=True) == replace(close, is_open=False)
+    shorter = close.without_room(known=False)
+    assert (shorter.tokens, shorter.guessed) == (8192, 10240)
+    assert shorter.without_room(known=False).guessed == 10240
+    # Too slow where room is short: with half as long ones plans differ; they are tried as well.
+    slow = close.after(1.2, 0, may_try=True).after(1.2, 0, may_try=True)
+    assert (slow.tokens, slow.late, slow.slow, slow.is_open) == (8192, 0, 0, True)
+    ended = slow.after(1.2, 0, may_try=True).after(1.2, 0, may_try=True)
+    assert ended.tokens == 0 and not ended.is_open
+    close = [tried(waits).without_room().tokens for waits in (8193, 10241, 14336, 14337, 16384)]
+    assert close == [10240, 12288, 14336, 8192, 8192]
+
+
 def test_what_had_no_room_by_a_guess_is_tried_once_more():
     """By what the graphs of shorter segments hold."""
-    shorter = tried(3000).without_room(known=False).without_room(known=False)
+    shorter = tried(4000).without_room(known=False).without_room(known=False)
     assert shorter.tokens == 1024
     assert shorter.after(1.2, 0, may_try=True, used=False).tokens == 1024
     again = shorter.after(1.2, 0, may_try=True, captured=True)

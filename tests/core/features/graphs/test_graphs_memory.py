@@ -289,7 +289,7 @@ def test_plans_know_what_graphs_hold():
 def test_a_step_was_planned_by_a_guess_until_some_were_captured(held, monkeypatch):
     """By what was known before it, although it captures some, in mode on."""
     graphs = object.__new__(part.Graphs)
-    graphs.kept = {"held": held, "choice": choice.GraphChoice(4096, True, True, (1.0, 1.0))}
+    graphs.kept = {"held": held, "choice": choice.GraphChoice(4096, True, True, (1.0, 1.0), 4000)}
     graphs.rank = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     monkeypatch.setattr(choice.Held, "most", lambda _: choice.Held(pool=1.0))
     decision = SimpleNamespace(share=True, over_limit=True)
