@@ -581,6 +581,20 @@ _GRAPHS = (
         "tests/core/features/graphs/test_graphs_auto.py",
     ),
     _graphs(
+        "shared-experts-at-once",
+        "features/graphs/cut_layer.py",
+        "        if vars(self._apart).get(_SEND) != self._sending:",
+        "        if self._apart is not None:",
+        "tests/core/features/graphs/test_graphs_hybrid.py",
+    ),
+    _graphs(
+        "shared-experts-wait-for-others",
+        "features/graphs/cut_layer.py",
+        "        if vars(self._apart).get(_SEND) != self._sending:",
+        "        if self._apart is None:",
+        "tests/core/features/graphs/test_graphs_hybrid.py",
+    ),
+    _graphs(
         "no-place-that-just-holds-what-waits",
         "features/graphs/choice.py",
         "return close if half < close < self.tokens else half",

@@ -132,6 +132,8 @@ class GraphCapture:
             computed.append(normed)
             places.append(self._graphs.place_of(("normed", self._layer.number), normed))
             for part in unrouted:
+                if part.can_wait and self._runs is not None:
+                    self._runs.leave_rest(computed, places)
                 computed.append(part.run(normed))
                 number = self._layer.number if part.is_kept else ALL_LAYERS
                 places.append(self._graphs.place_of((part.method, number), computed[-1]))
@@ -170,4 +172,4 @@ class GraphCapture:
     def abandon(self) -> None:
         """Ends the capture that runs, if one does."""
         if self._runs is not None:
-            self._runs.forward.abandon()
+            self._runs.abandon()

@@ -7,7 +7,8 @@ Experts wait for the device, which says how many tokens each of them gets, so a 
 cut once more: where `_forward_mlp` begins (TransformerLayer in
 megatron/core/transformer/transformer_layer.py).  The norm in front of them is captured, and what
 shared experts and the router's product make of its output; the rest runs as without graphs:
-Megatron's own method, with these at hand.
+Megatron's own method, with these at hand.  Shared experts are a launch of their own, when tokens
+are sent to the others: with that the device is busy while the host hears how many each gets.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from megatron_prefix.tree.payload_map import Form
 
 OTHER_LAYER = "a layer is put together differently from Megatron's"
 _NORM, _MOE = "norm in front of experts", "megatron.core.transformer.moe"
+_SEND = "dispatch"
+"""MoELayer's method that sends tokens to experts: what routes them is under way, and the host has
+not waited for it yet."""
 _NORMS = "input_layernorm", "norm"
 """What Megatron's layers have in front of their mixers, of TransformerLayer and of MambaLayer."""
 
@@ -118,6 +122,7 @@ class UnroutedPart(NamedTuple):
         inside: the module whose weights it uses.
         is_kept: whether what reads its output keeps that for the backward.
         functions: methods of Megatron's that it relies on, each with its class and name.
+        can_wait: whether nothing reads its output before tokens are sent to experts; the last.
     """
 
     holder: Any
@@ -125,6 +130,7 @@ class UnroutedPart(NamedTuple):
     inside: nn.Module
     is_kept: bool
     functions: Sequence[tuple[type, str, Any]]
+    can_wait: bool = False
 
     def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The method as its class has it now."""
@@ -140,17 +146,19 @@ def unrouted_parts(experts: Any) -> Iterator[UnroutedPart]:
     """What graphs run of a layer of experts: shared ones, unless they overlap with messages, if
     Megatron only adds what they make; and the router's product, if it is given the norm's output
     and hands on its weight's gradient (`SMALL`)."""
-    shared, router = getattr(experts, "shared_experts", None), experts.router
+    given_norm = getattr(experts.router.config, "moe_input_jitter_eps", None) is None
+    of_router = _methods_of(experts.router, f"{_MOE}.router.Router", "gating")
+    if of_router and given_norm and experts.router.weight.numel() <= SMALL:
+        yield UnroutedPart(experts.router, "gating", experts.router, True, of_router)
+    shared = getattr(experts, "shared_experts", None)
     if isinstance(shared, nn.Module) and not getattr(experts, "shared_expert_overlap", True):
-        names = "shared_experts_compute", "forward", "postprocess"
-        of_experts = _methods_of(experts, f"{_MOE}.moe_layer.MoELayer", *names)
+        kind, names = f"{_MOE}.moe_layer.MoELayer", ("shared_experts_compute", "forward")
+        of_experts = _methods_of(experts, kind, *names, "postprocess")
         of_shared = _methods_of(shared, f"{_MOE}.shared_experts.SharedExpertMLP", "forward")
         if of_experts and of_shared:
-            yield UnroutedPart(experts, names[0], shared, False, [*of_experts, *of_shared])
-    given_norm = getattr(router.config, "moe_input_jitter_eps", None) is None
-    of_router = _methods_of(router, f"{_MOE}.router.Router", "gating")
-    if of_router and given_norm and router.weight.numel() <= SMALL:
-        yield UnroutedPart(router, "gating", router, True, of_router)
+            sends = _methods_of(experts, kind, _SEND)
+            functions = [*of_experts, *of_shared, *sends]
+            yield UnroutedPart(experts, names[0], shared, False, functions, bool(sends))
 
 
 def _methods_of(module: Any, expected: str, *names: str) -> list[tuple[type, str, Any]]:
@@ -200,6 +208,7 @@ class CutLayer:
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         self.unrouted: Sequence[UnroutedPart] = ()
         self._at_hand: dict[str, tuple[Tensor, Tensor]] = {}
+        self._rest: Any = None  # of what is at hand the graph that is not launched yet
         self._enters = next(
             (getattr(module, name) for name in _NORMS if hasattr(module, name)), None
         )
@@ -250,6 +259,8 @@ class CutLayer:
             for part in self.unrouted:
                 name = part.method
                 yield part.holder, name, self._at_hand_or(name, part.run)
+            if any(part.can_wait for part in self.unrouted):
+                yield self._apart, _SEND, self._sending
 
     def plain(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Its forward without graphs, which shows what else it is given: in place of a tensor the
@@ -300,7 +311,7 @@ class CutLayer:
         for piece, core in zip(following, sides.cores, strict=True):
             mixed = core(*created, into=piece.inputs[0].detach())
             created = piece(mixed, *([hidden] if piece is following[-1] else ()))
-        y = created[0] if self._apart is None else self._with_experts(*created)
+        y = created[0] if self._apart is None else self._with_experts(sides.pieces[-1], *created)
         y = y if stays else y.clone()
         return y if self._alone else (y, None)
 
@@ -310,20 +321,35 @@ class CutLayer:
         return self._stock_norm(x if cut is None else cut.entering(x), *args, **kwargs)
 
     def _with_experts(
-        self, hidden: Tensor, normed: Tensor | None = None, *created: Tensor
+        self, piece: Piece, hidden: Tensor, normed: Tensor | None = None, *created: Tensor
     ) -> Tensor:
-        """What it makes of what its graphs have made: what experts are added to, and if its norm
+        """What it makes of what its last piece has made: what experts are added to, and if its norm
         makes a tensor that, and what its unrouted parts make of it."""
         positional, named = self._given
         if normed is not None:
             self._at_hand = {_NORM: (hidden, normed)}
             for part, output in zip(self.unrouted, created, strict=True):
                 self._at_hand[part.method] = normed, output
+        self._rest = piece.rest
+        if vars(self._apart).get(_SEND) != self._sending:  # others have replaced it
+            self._launch_rest()
         try:
             y: Tensor = self._forward_mlp(hidden, *positional, **named)
+            if self._rest is not None:
+                raise RuntimeError("a layer of experts has sent no tokens to them")
         finally:
-            self._at_hand = {}
+            self._at_hand, self._rest = {}, None
         return y
+
+    def _launch_rest(self) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest.replay()
+
+    def _sending(self, *args: Any, **kwargs: Any) -> Any:
+        """MoELayer's method `_SEND`."""
+        self._launch_rest()
+        return getattr(type(self._apart), _SEND)(self._apart, *args, **kwargs)
 
     def _of_experts(self, *args: Any, **kwargs: Any) -> Any:
         """Its method `_forward_mlp`."""

@@ -47,12 +47,16 @@ class Piece:
 
     Attributes:
         forward, backward: the graphs.
+        rest: what its forward leaves for later, if it does: the last of its outputs are not there
+            until this is replayed.
         inputs: the tensors that its forward reads.
         outputs: those that it writes, and behind them what it passes on.
     """
 
     def __init__(self, pool: Any, is_first: bool = False) -> None:
         self.forward, self.backward = cuda.Graph(pool), cuda.Graph(pool)
+        self.rest: cuda.Graph | None = None
+        self._pool, self._num_early = pool, 0
         self._is_first = is_first
         self.inputs: tuple[Tensor, ...] = ()
         self.outputs: tuple[Tensor, ...] = ()
@@ -68,6 +72,19 @@ class Piece:
         self._borrowed: list[tuple[Piece, GradientEdge]] = []
         self._lent: list[tuple[GradientEdge, Tensor]] = []  # with gradients, once they are there
 
+    def leave_rest(self, computed: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        """Captures apart what follows, which can wait.
+
+        Args:
+            computed: so far.
+            places: where it writes these.
+        """
+        _fill(places, computed)
+        self.forward.end()
+        self._num_early = len(places)
+        self.rest = cuda.Graph(self._pool)
+        self.rest.begin()
+
     def end(
         self, inputs: Sequence[Tensor], computed: Sequence[Tensor], places: Sequence[Tensor],
         passed: Sequence[Tensor] = (),
@@ -80,10 +97,14 @@ class Piece:
             places: where it writes these.
             passed: the first input, if it passes that on.
         """
-        _fill(places, computed)
-        self.forward.end()
+        _fill(places[self._num_early :], computed[self._num_early :])
+        (self.rest or self.forward).end()
         self._computed = tuple(map(get_gradient_edge, computed))
         self.inputs, self.outputs = (*inputs,), (*places, *passed)
+
+    def abandon(self) -> None:
+        """Ends the capture of its forward, which has failed."""
+        (self.rest or self.forward).abandon()
 
     def uses(
         self,
@@ -162,7 +183,7 @@ class Piece:
         return created
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Replays its forward."""
+        """Replays its forward, but for what can wait."""
         _fill(self.inputs, inputs)
         self.forward.replay()
         return tuple(output.detach() for output in self.outputs)

@@ -112,6 +112,7 @@ def _noted(ran, stock, first, *args, **named):
 
 OTHERS = [
     (0, TransformerLayer, "_forward_mlp", lambda y, hidden, *_: y + 0.5 * hidden),
+    *((n, MoELayer, "dispatch", lambda sent, *_: (sent[0], 0.5 * sent[1])) for n in (0, 2)),
     *((n, MoELayer, "postprocess", lambda y, _, shared: y + shared * y.tanh()) for n in (0, 2)),
     *((n, router.TopKRouter, "gating", lambda y, *_: 2.0 * y) for n in (0, 2)),
 ]
@@ -127,6 +128,41 @@ def test_layers_of_experts_with_methods_of_others(before, holder, name, other, m
     for model, schedule in pairs:
         steps(model, config(), before, schedule)
     monkeypatch.setattr(holder, name, lambda m, *args, **kw: other(stock(m, *args, **kw), *args))
+    same(*(steps(model, config(), 2, schedule) for model, schedule in pairs))
+    assert made(models[0]).captures > 0
+
+
+def test_shared_experts_are_launched_as_tokens_are_sent(recorded_graphs, monkeypatch):
+    """Behind all that routes these, for whose numbers the host waits next."""
+    model, schedule, events = small_model("tiny-deepseek"), PrefixSchedule(config()), []
+    steps(model, config(), 3, schedule)
+    dispatcher = type(unwrap(model).decoder.layers[-1].mlp.token_dispatcher)
+    names = "dispatch_preprocess", "dispatch_postprocess"
+    for holder, name in (recorded_graphs, "replay"), *((dispatcher, name) for name in names):
+        monkeypatch.setattr(holder, name, _telling(events, name, getattr(holder, name)))
+    steps(model, config(), 1, schedule)
+    routed = [n for n, event in enumerate(events) if event == names[0]]
+    assert len(routed) > 2
+    assert {tuple(events[n : n + 3]) for n in routed} == {(names[0], "replay", names[1])}
+
+
+def _telling(events, name, stock):
+    def told(*args, **named):
+        events.append(name)
+        return stock(*args, **named)
+
+    return told
+
+
+def test_shared_experts_are_there_for_others_that_send_tokens():
+    """On the instance, once graphs are made."""
+    models = [small_model("tiny-deepseek") for _ in range(2)]
+    schedules = PrefixSchedule(config()), PrefixSchedule(config(graph_tokens=0))
+    for model, schedule in zip(models, schedules, strict=True):
+        steps(model, config(), 2, schedule)
+        for layer in unwrap(model).decoder.layers[1:]:
+            layer.mlp.dispatch = functools.partial(MoELayer.dispatch, layer.mlp)
+    pairs = zip(models, schedules, strict=True)
     same(*(steps(model, config(), 2, schedule) for model, schedule in pairs))
     assert made(models[0]).captures > 0
 
