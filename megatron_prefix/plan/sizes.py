@@ -53,11 +53,6 @@ StagesBytes = dict[bool, dict[int, StageBytes]]
 """Measured, by whether a step was shared, and by stage."""
 
 
-def power(number: int) -> int:
-    """So many or more, a power of two."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 def place_of(positions: int, longest: int) -> int:
     """Positions of the place that stays for segments about as long: `longest`, a half of it, a
     quarter, and so on."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel, Work, works
-from megatron_prefix.plan.sizes import place_of, power
+from megatron_prefix.plan.sizes import place_of
 
 WAITS = 0.9
 """The host's part of an action's time from which on the device waits for it: what it has queued
@@ -246,6 +246,11 @@ class Needs(NamedTuple):
                     passing.append(place)
                     plain.append(place * is_plain)
         return cls(max(passing), max(plain), tuple(kept), kept_plain)
+
+
+def power(number: int) -> int:
+    """So many or more, a power of two."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 def with_graphs(times: CostModel) -> CostModel:

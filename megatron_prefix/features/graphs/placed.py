@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.transfer import to_device
+from megatron_prefix.features.graphs.choice import power
 from megatron_prefix.features.graphs.placed_arenas import (
     FEW_ROWS,
     PlacedArenas,
@@ -33,7 +34,6 @@ from megatron_prefix.features.graphs.placed_spans import PlacedSpans
 from megatron_prefix.features.graphs.placed_tails import PlacedTails, TailForm
 from megatron_prefix.features.windows.windowed import WindowKeys
 from megatron_prefix.layers.segment import SegmentContext
-from megatron_prefix.plan.sizes import power
 from megatron_prefix.sidecar.arena import KeyValue, Payload, with_returned
 from megatron_prefix.sidecar.cache import SegmentState
 from megatron_prefix.tree.payload_map import Form, Level, RowMap

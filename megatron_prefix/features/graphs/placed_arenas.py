@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.plan.sizes import power
+from megatron_prefix.features.graphs.choice import power
 from megatron_prefix.sidecar.arena import Arena, DeviceBytes, Payload, wider
 from megatron_prefix.tree.payload_map import Form, RowMap
 
