@@ -581,6 +581,13 @@ _GRAPHS = (
         "tests/core/features/graphs/test_graphs_auto.py",
     ),
     _graphs(
+        "gradients-added-in-another-order",
+        "features/graphs/pieces.py",
+        "functools.reduce(torch.add, gradients)",
+        "functools.reduce(torch.add, gradients[::-1])",
+        "tests/core/features/graphs/test_graphs_hybrid.py",
+    ),
+    _graphs(
         "shared-experts-at-once",
         "features/graphs/cut_layer.py",
         "        if vars(self._apart).get(_SEND) != self._sending:",

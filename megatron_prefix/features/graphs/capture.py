@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron_prefix.features.graphs.cut_layer import OTHER_LAYER, Core, CutLayer, UnroutedPart
-from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece, put_at, used
+from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece, forked, put_at, used
 
 if TYPE_CHECKING:
     from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
@@ -129,12 +129,13 @@ class GraphCapture:
             hidden = put_at(place, hidden)
         computed, places = [hidden], [place]
         if isinstance(normed := norm(hidden), Tensor) and normed is not hidden:
+            normed, *given = forked(normed, 1 + len(unrouted))
             computed.append(normed)
             places.append(self._graphs.place_of(("normed", self._layer.number), normed))
-            for part in unrouted:
+            for part, x in zip(unrouted, given, strict=True):
                 if part.can_wait and self._runs is not None:
                     self._runs.leave_rest(computed, places)
-                computed.append(part.run(normed))
+                computed.append(part.run(x))
                 number = self._layer.number if part.is_kept else ALL_LAYERS
                 places.append(self._graphs.place_of((part.method, number), computed[-1]))
         self._rest = hidden.detach()

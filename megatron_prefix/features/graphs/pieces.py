@@ -16,6 +16,7 @@ Gradients of weights that products add to main gradients themselves
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -242,6 +243,16 @@ def put_at(place: Tensor, value: Tensor) -> Tensor:
 
     result: Tensor = with_backward(put, lambda gradient: gradient, value)
     return result
+
+
+def forked(x: Tensor, num: int) -> tuple[Tensor, ...]:
+    """So many times the same, whose gradients are added up in this order, whichever is there first:
+    16 bits are rounded at every addition."""
+    return with_backward(  # type: ignore[no-any-return]
+        lambda source: tuple(source.detach() for _ in range(num)),
+        lambda *gradients: functools.reduce(torch.add, gradients),
+        x,
+    )
 
 
 def _fill(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:

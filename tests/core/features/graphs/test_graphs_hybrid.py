@@ -105,6 +105,26 @@ def test_what_is_beside_experts_is_in_graphs(monkeypatch):
     assert counts[3] == counts[2] and 0 not in counts[2]
 
 
+def test_gradients_of_experts_inputs_are_bitwise_those_without(monkeypatch):
+    """They are added up in the same order; norms read their input once, as on a GPU."""
+    monkeypatch.setattr(cut_layer, "inside_form", lambda _: None)  # attention itself is the same
+    models = [
+        small_model("tiny-deepseek", spec={"num_layers": 3}, dtype=torch.float32) for _ in range(2)
+    ]
+    for module in (module for model in models for module in unwrap(model).modules()):
+        if "Norm" in type(module).__name__:
+            monkeypatch.setattr(module, "forward", functools.partial(_normed, module))
+    (ours,), (others,) = steps(models[0], config()), without(models[1], config())
+    names = [name for name in others.gradients if "decoder.layers.1." in name]
+    assert made(models[0]).captures > 0 and len(names) > 20
+    for name in names:
+        assert torch.equal(ours.gradients[name], others.gradients[name]), name
+
+
+def _normed(module, x):
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], module.weight, 1e-5)
+
+
 def _noted(ran, stock, first, *args, **named):
     ran.append(type(first))
     return stock(first, *args, **named)
